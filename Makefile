@@ -1,0 +1,71 @@
+# The two commands of the README are `make serve` and `make test`; both make what they need first and are quick the
+# second time. Variables: MODEL, ARGS (flags of `jaxpd serve`), TESTS (what pytest runs), EXTRAS (e.g. cuda), PYTHON, VENV.
+
+MODEL ?= smollm2-135m
+ARGS ?=
+TESTS ?=
+EXTRAS ?=
+VENV ?= .venv
+PIP_FLAGS ?= -q --disable-pip-version-check
+
+BIN := $(VENV)/bin
+comma := ,
+with_extras = .$(if $(strip $(1)),[$(1)])
+extras_of = $(if $(EXTRAS),$(1)$(if $(1),$(comma))$(EXTRAS),$(1))
+
+.DEFAULT_GOAL := help
+.PHONY: help serve test lint format gemma reference clean
+
+help: ## this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+serve: $(VENV)/.installed ## serve MODEL on a prefill mesh and a decode mesh
+	@$(BIN)/jaxpd serve $(MODEL) $(ARGS)
+
+test: $(VENV)/.installed-test ## run the tests
+	@JAX_PLATFORMS=cpu $(BIN)/python -m pytest -q $(TESTS)
+
+lint: $(VENV)/.installed-dev ## ruff and mypy
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@JAX_PLATFORMS=cpu $(BIN)/mypy
+
+format: $(VENV)/.installed-dev ## let ruff rewrite the files
+	@$(BIN)/ruff check --fix . && $(BIN)/ruff format .
+
+gemma: $(VENV)/.installed-test ## compare Gemma 3 270M with its reference tokens (downloads 238 MB)
+	@JAX_PLATFORMS=cpu $(BIN)/python -m pytest -q -m gemma $(TESTS)
+
+reference: $(VENV)/.installed-test ## compare SmolLM2 with its reference tokens on every pair of meshes (minutes)
+	@JAX_PLATFORMS=cpu $(BIN)/python -m pytest -q -m slow $(TESTS)
+
+clean: ## remove the environments and what tools left behind
+	rm -rf .venv .venv-* build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# `python3 --version` is not enough: a version manager's stand-in may fail when run, and Debian's python3 comes without
+# ensurepip. So the first one that passes is the first that can really make an environment.
+$(VENV)/bin/python:
+	@for python in $(PYTHON) python3 python3.13 python3.12 python3.11 python; do \
+	  "$$python" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || continue; \
+	  echo "making $(VENV) with $$("$$python" -V)" >&2; \
+	  exec "$$python" -m venv $(VENV); \
+	done; \
+	echo "No Python >= 3.11 with venv was found. Install one (Debian, Ubuntu: apt install python3 python3-venv)" >&2; \
+	echo "or name it: make PYTHON=/path/to/python3.12 ..." >&2; \
+	exit 1
+
+$(VENV)/.installed: pyproject.toml | $(VENV)/bin/python
+	@echo "installing jaxpd and what it needs into $(VENV) (a few minutes the first time)" >&2
+	@$(BIN)/python -m pip install $(PIP_FLAGS) -e '$(call with_extras,$(call extras_of,))'
+	@touch $@
+
+$(VENV)/.installed-test: pyproject.toml | $(VENV)/bin/python
+	@echo "installing jaxpd and its test tools into $(VENV) (a few minutes the first time)" >&2
+	@$(BIN)/python -m pip install $(PIP_FLAGS) -e '$(call with_extras,$(call extras_of,test))'
+	@touch $@ $(VENV)/.installed
+
+$(VENV)/.installed-dev: pyproject.toml | $(VENV)/bin/python
+	@echo "installing jaxpd and its development tools into $(VENV) (a few minutes the first time)" >&2
+	@$(BIN)/python -m pip install $(PIP_FLAGS) -e '$(call with_extras,$(call extras_of,dev))'
+	@touch $@ $(VENV)/.installed-test $(VENV)/.installed

@@ -1,0 +1,129 @@
+"""What runs the prompts of `jaxpd generate`: an engine in this process, or a server. Both answer with `Result`s."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any, Protocol
+
+from jaxpd.cli.prompts import Prompt
+from jaxpd.cli.render import Result
+from jaxpd.errors import JaxpdError
+from jaxpd.progress import Progress
+from jaxpd.request import FinishReason, SamplingParams, Timings, Usage
+
+MAX_CALLS = 64  # to a server at once, one thread each
+
+
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    """New tokens of a stream; `text` is None where the model has no tokenizer."""
+
+    token_ids: tuple[int, ...]
+    text: str | None
+
+
+class Backend(Protocol):
+    """Runs prompts. A request that fails by itself is a `Result` with its error; the others run on."""
+
+    def generate(self, prompts: Sequence[Prompt], params: SamplingParams) -> list[Result]:
+        """All at once; results in the order of the prompts."""
+        ...
+
+    def stream(self, prompt: Prompt, params: SamplingParams) -> Iterator[Piece | Result]:
+        """Pieces as they come, then the result."""
+        ...
+
+
+def failed(error: JaxpdError) -> Result:
+    """The result of a request that was refused."""
+    usage = Usage(prompt_tokens=0, completion_tokens=0)
+    return Result((), "", FinishReason.ERROR, usage, Timings(), error)
+
+
+@contextlib.contextmanager
+def local(model: str, progress: Progress, **config: Any) -> Iterator[Backend]:
+    """An engine in this process; `config` are fields of `EngineConfig`."""
+    from jaxpd.llm import LLM
+
+    with LLM(model, progress=progress, **config) as llm:
+        yield _Local(llm)
+
+
+@contextlib.contextmanager
+def remote(address: str) -> Iterator[Backend]:
+    """A server at "host:port"."""
+    from serving.client import Client
+
+    with Client(address) as client:
+        yield _Remote(client)
+
+
+class _Local:
+    def __init__(self, llm: Any) -> None:
+        self._llm = llm
+
+    def generate(self, prompts: Sequence[Prompt], params: SamplingParams) -> list[Result]:
+        return [_completed(c) for c in self._llm.generate([p.value for p in prompts], params)]
+
+    def stream(self, prompt: Prompt, params: SamplingParams) -> Iterator[Piece | Result]:
+        from jaxpd.llm import Completion
+
+        for item in self._llm.stream(prompt.value, params):
+            yield _completed(item) if isinstance(item, Completion) else Piece(item.token_ids, item.text)
+
+
+def _completed(completion: Any) -> Result:
+    c = completion
+    return Result(tuple(c.token_ids), c.text, c.finish_reason, c.usage, c.timings, c.error)
+
+
+class _Remote:
+    def __init__(self, client: Any) -> None:
+        self._client = client
+
+    def generate(self, prompts: Sequence[Prompt], params: SamplingParams) -> list[Result]:
+        with concurrent.futures.ThreadPoolExecutor(min(len(prompts), MAX_CALLS)) as pool:
+            return list(pool.map(lambda prompt: self._call(prompt, params), prompts))
+
+    def _call(self, prompt: Prompt, params: SamplingParams) -> Result:
+        try:
+            answer = self._client.generate(_request(prompt, params))
+        except JaxpdError as error:
+            return failed(error)
+        end = answer.finished
+        return Result(answer.token_ids, answer.text, end.reason, end.usage, end.timings, end.error)
+
+    def stream(self, prompt: Prompt, params: SamplingParams) -> Iterator[Piece | Result]:
+        from serving.messages import Finished, Tokens
+
+        ids: list[int] = []
+        texts: list[str] = []
+        for message in self._client.stream(_request(prompt, params)):
+            match message:
+                case Tokens():
+                    ids.extend(message.token_ids)
+                    if message.text is not None:
+                        texts.append(message.text)
+                    yield Piece(message.token_ids, message.text)
+                case Finished() as end:
+                    text = "".join(texts) if texts else None
+                    yield Result(tuple(ids), text, end.reason, end.usage, end.timings, end.error)
+
+
+def _request(prompt: Prompt, params: SamplingParams) -> Any:
+    from serving.messages import GenerateRequest
+
+    return GenerateRequest(
+        text=prompt.text,
+        token_ids=prompt.token_ids,
+        chat=prompt.chat,
+        max_tokens=params.max_tokens,
+        temperature=params.temperature,
+        seed=params.seed,
+        stop=params.stop,
+        stop_token_ids=params.stop_token_ids,
+        ignore_eos=params.ignore_eos,
+    )

@@ -1,0 +1,142 @@
+"""`jaxpd generate`: prompts in, text or JSON out, on an engine in this process or on a server."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import pathlib
+import sys
+from collections.abc import Sequence
+from typing import Annotated
+
+import typer
+
+from jaxpd.cli import backends, options, prompts
+from jaxpd.cli.progress import console_progress
+from jaxpd.cli.render import Result, result_json, summary
+from jaxpd.errors import InvalidArgument
+from jaxpd.request import SamplingParams
+
+PROMPT = "Prompt (give one)"
+SAMPLING = "Sampling"
+OUTPUT = "Where it runs, what it prints"
+ANY_VOCAB = 2**31  # sampling parameters are checked before a model, and with it a vocabulary, is there
+
+
+def generate(
+    model: options.OptionalModel = None,
+    prompt: Annotated[
+        str | None,
+        typer.Option(metavar="TEXT", help="Text to continue.", show_default=False, rich_help_panel=PROMPT),
+    ] = None,
+    prompt_ids: Annotated[
+        str | None,
+        typer.Option(metavar="1,2,3", help="Token ids to continue.", show_default=False, rich_help_panel=PROMPT),
+    ] = None,
+    chat: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TEXT",
+            help="A user's message, put into the model's chat template.",
+            show_default=False,
+            rich_help_panel=PROMPT,
+        ),
+    ] = None,
+    prompt_file: Annotated[
+        pathlib.Path | None,
+        typer.Option(
+            metavar="FILE",
+            help='JSON list of {"prompt_ids": [...]}, {"text": ...} or {"chat": [...]}, or an object whose `prompts` '
+            "is such a list. All run at once.",
+            show_default=False,
+            rich_help_panel=PROMPT,
+        ),
+    ] = None,
+    max_tokens: Annotated[
+        int, typer.Option(metavar="N", help="Most tokens to generate.", rich_help_panel=SAMPLING)
+    ] = SamplingParams.max_tokens,
+    temperature: Annotated[
+        float, typer.Option(metavar="T", help="0 takes the likeliest token.", rich_help_panel=SAMPLING)
+    ] = SamplingParams.temperature,
+    seed: Annotated[
+        int | None,
+        typer.Option(metavar="S", help="Makes sampling repeatable.", show_default="drawn", rich_help_panel=SAMPLING),
+    ] = None,
+    ignore_eos: Annotated[
+        bool, typer.Option("--ignore-eos", help="Go on after an end-of-sequence token.", rich_help_panel=SAMPLING)
+    ] = False,
+    server: Annotated[
+        str | None,
+        typer.Option(
+            metavar="HOST:PORT",
+            help="Ask this server instead of starting an engine here.",
+            show_default=False,
+            rich_help_panel=OUTPUT,
+        ),
+    ] = None,
+    as_json: Annotated[
+        bool,
+        typer.Option("--json", help="Print one JSON object (a list for --prompt-file).", rich_help_panel=OUTPUT),
+    ] = False,
+    prefill_mesh: options.PrefillMesh = None,
+    decode_mesh: options.DecodeMesh = None,
+    dtype: options.Dtype = None,
+) -> None:
+    """Generate text from prompts, in this process or on a server."""
+    params = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed, ignore_eos=ignore_eos)
+    params.validate(vocab_size=ANY_VOCAB)
+    inputs = prompts.from_flags(prompt, prompt_ids, chat, prompt_file)
+    options.check_meshes(prefill_mesh, decode_mesh)
+    with _backend(server, model, prefill_mesh=prefill_mesh, decode_mesh=decode_mesh, dtype=dtype) as backend:
+        if not as_json and len(inputs) == 1:
+            results = [_stream(backend, inputs[0], params)]
+        else:
+            results = backend.generate(inputs, params)
+    if as_json:
+        objects = [result_json(result) for result in results]
+        print(json.dumps(objects if prompt_file is not None else objects[0], indent=2), flush=True)
+    elif len(inputs) > 1:
+        for i, result in enumerate(results):
+            print(f"--- prompt {i}\n{_shown(result.token_ids, result.text)}", flush=True)
+    for item, result in zip(inputs, results, strict=True):
+        failure = f"error: {result.error}" if result.error else None
+        if failure or not as_json:
+            print(f"{item.label}: {failure or summary(result)}", file=sys.stderr)
+    errors = [result.error for result in results if result.error is not None]
+    if errors:
+        raise typer.Exit(errors[0].exit_code)
+
+
+def _backend(
+    server: str | None, model: str | None, **engine: str | None
+) -> contextlib.AbstractContextManager[backends.Backend]:
+    """The backend that the flags name. Raises InvalidArgument for engine flags beside --server."""
+    if server is None:
+        return backends.local(model or options.DEFAULT_MODEL, console_progress(), **engine)
+    flags = {"MODEL": model} | {f"--{name.replace('_', '-')}": value for name, value in engine.items()}
+    for flag, value in flags.items():
+        if value is not None:
+            raise InvalidArgument(
+                f"{flag} {value} goes with an engine in this process, not with --server {server}: "
+                "the server's model and meshes were chosen when it was started; leave it out",
+                field=flag.strip("-").replace("-", "_").lower(),
+            )
+    return backends.remote(options.parse_address(server))
+
+
+def _stream(backend: backends.Backend, prompt: prompts.Prompt, params: SamplingParams) -> Result:
+    result: Result | None = None
+    for item in backend.stream(prompt, params):
+        if isinstance(item, Result):
+            result = item
+        else:
+            sys.stdout.write(_shown(item.token_ids, item.text))
+            sys.stdout.flush()
+    print(flush=True)
+    assert result is not None, "a stream without a result"
+    return result
+
+
+def _shown(token_ids: Sequence[int], text: str | None) -> str:
+    """Text; token ids where the model has no tokenizer."""
+    return text if text is not None else "".join(f"{token} " for token in token_ids)

@@ -1,0 +1,159 @@
+"""The options that several commands share, and how their text becomes numbers and an `EngineConfig`."""
+
+from __future__ import annotations
+
+import pathlib
+import re
+from typing import Annotated
+
+import typer
+
+from jaxpd.config import DTYPES
+from jaxpd.errors import InvalidArgument
+from meshes.spec import parse_mesh_specs
+
+DEFAULT_MODEL = "smollm2-135m"
+
+MESHES = "Meshes"
+LIMITS = "Limits"
+NUMERICS = "Numerics and compiling"
+SERVER = "Server"
+
+_UNITS = {"": 1, "B": 1}
+for _power, _letter in enumerate("KMGT", start=1):
+    _UNITS[f"{_letter}IB"] = 1024**_power
+    _UNITS[f"{_letter}B"] = 1000**_power
+_SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*")
+
+
+def parse_size(text: str, *, flag: str = "--kv-memory") -> int:
+    """Bytes from "512MiB", "2GiB", "1.5GB" or a plain number of bytes. Raises InvalidArgument naming `flag`."""
+    match = _SIZE.fullmatch(text)
+    factor = _UNITS.get(match[2].upper()) if match else None
+    if match is None or factor is None:
+        raise InvalidArgument(
+            f"{flag} {text} is not a size; write bytes or a number with KiB, MiB, GiB or TiB, such as 512MiB",
+            field=flag.lstrip("-").replace("-", "_"),
+        )
+    return int(float(match[1]) * factor) if "." in match[1] else int(match[1]) * factor
+
+
+def parse_token_ids(text: str, *, flag: str = "--prompt-ids") -> tuple[int, ...]:
+    """Token ids from "1,2,3". Raises InvalidArgument naming `flag` and the piece that is no number."""
+    ids = []
+    for piece in text.split(","):
+        try:
+            ids.append(int(piece))
+        except ValueError:
+            raise InvalidArgument(
+                f"{flag}: {piece.strip()!r} is not a token id; write numbers with commas, such as 1,2,3",
+                field="prompt_ids",
+            ) from None
+    return tuple(ids)
+
+
+def parse_address(text: str, *, flag: str = "--server") -> str:
+    """ "host:port", checked; an IPv6 host stands in brackets. Raises InvalidArgument naming `flag`."""
+    host, colon, port = text.rpartition(":")
+    if not colon or not host or not port.isdigit() or not 1 <= int(port) <= 65535:
+        raise InvalidArgument(f"{flag} {text} must be HOST:PORT, such as 127.0.0.1:50051", field=flag.lstrip("-"))
+    return text
+
+
+def check_meshes(prefill_mesh: str | None, decode_mesh: str | None) -> None:
+    """Raises InvalidArgument for a mesh spec that does not parse, before a model is fetched for it."""
+    for flag, text in (("--prefill-mesh", prefill_mesh), ("--decode-mesh", decode_mesh)):
+        if text is not None:
+            try:
+                parse_mesh_specs(text, name=flag)
+            except ValueError as error:
+                raise InvalidArgument(str(error), field=flag.lstrip("-").replace("-", "_")) from None
+
+
+_MODEL_HELP = "A built-in name, the path of a checkpoint folder or GGUF file, or a Hugging Face hub id."
+Model = Annotated[str, typer.Argument(help=_MODEL_HELP)]
+OptionalModel = Annotated[str | None, typer.Argument(help=_MODEL_HELP, show_default=DEFAULT_MODEL)]
+PrefillMesh = Annotated[
+    str | None,
+    typer.Option(
+        metavar="TPxDP",
+        help="Mesh that prompts are prefilled on: 8x1 is 8-way tensor parallel by 1 data replica.",
+        show_default="1x1 on CPU, else derived from the devices",
+        rich_help_panel=MESHES,
+    ),
+]
+DecodeMesh = Annotated[
+    str | None,
+    typer.Option(
+        metavar="TPxDP",
+        help="Mesh that tokens are decoded on; its devices are not the prefill mesh's.",
+        show_default="1x1 on CPU, else derived from the devices",
+        rich_help_panel=MESHES,
+    ),
+]
+MaxModelLen = Annotated[
+    int | None,
+    typer.Option(
+        metavar="TOKENS",
+        help="Most tokens of one request, prompt and answer together.",
+        show_default="what the model and the memory allow",
+        rich_help_panel=LIMITS,
+    ),
+]
+PageSize = Annotated[
+    int, typer.Option(metavar="TOKENS", help="Tokens in one page of the KV cache.", rich_help_panel=LIMITS)
+]
+MaxNumSeqs = Annotated[
+    int | None,
+    typer.Option(
+        metavar="N",
+        help="Most sequences that run at once, per replica.",
+        show_default="derived",
+        rich_help_panel=LIMITS,
+    ),
+]
+MaxNumBatchedTokens = Annotated[
+    int | None,
+    typer.Option(
+        metavar="TOKENS",
+        help="Most tokens in one step, per replica: the token budget.",
+        show_default="derived",
+        rich_help_panel=LIMITS,
+    ),
+]
+KvMemory = Annotated[
+    str | None,
+    typer.Option(
+        metavar="SIZE",
+        help="Memory of the KV page pool, per device: bytes, or 512MiB, 2GiB.",
+        show_default="derived from the device",
+        rich_help_panel=LIMITS,
+    ),
+]
+MaxQueuedRequests = Annotated[
+    int,
+    typer.Option(
+        metavar="N",
+        help="Most requests that wait; one more is refused with a hint when to try again.",
+        rich_help_panel=LIMITS,
+    ),
+]
+Dtype = Annotated[
+    str | None,
+    typer.Option(
+        metavar="|".join(DTYPES),
+        help="Type of weights, KV cache and arithmetic.",
+        show_default="float32 on CPU, bfloat16 on TPU and GPU",
+        rich_help_panel=NUMERICS,
+    ),
+]
+CompileCache = Annotated[
+    pathlib.Path | None,
+    typer.Option(
+        metavar="DIR",
+        file_okay=False,
+        help="Folder that keeps compiled programs for the next start.",
+        show_default="jaxpd's folder in the user's cache",
+        rich_help_panel=NUMERICS,
+    ),
+]

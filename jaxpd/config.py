@@ -1,0 +1,42 @@
+"""One typed configuration of an engine, filled by the command line, by `jaxpd.LLM` or from a file.
+
+None means "derive it": `jaxpd.limits` turns an `EngineConfig` into the `Limits` that are used, and shows them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+
+from jaxpd.errors import InvalidArgument
+
+DTYPES = ("float32", "bfloat16")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """What a user may set. Counts are per replica, `kv_memory` is bytes per device."""
+
+    prefill_mesh: str | None = None
+    decode_mesh: str | None = None
+    max_model_len: int | None = None
+    page_size: int = 16
+    max_num_seqs: int | None = None
+    max_num_batched_tokens: int | None = None
+    kv_memory: int | None = None
+    max_queued_requests: int = 256
+    dtype: str | None = None
+    seed: int = 0
+    compile_cache: pathlib.Path | None = None  # None: the user's cache folder
+
+    def __post_init__(self) -> None:
+        for field in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "kv_memory", "max_queued_requests"):
+            value = getattr(self, field)
+            if value is not None and value < 1:
+                raise InvalidArgument(f"--{field.replace('_', '-')} {value} must be at least 1", field=field)
+        if self.page_size not in (8, 16, 32, 64, 128, 256):
+            raise InvalidArgument(
+                f"--page-size {self.page_size} must be a power of two from 8 to 256", field="page_size"
+            )
+        if self.dtype is not None and self.dtype not in DTYPES:
+            raise InvalidArgument(f"--dtype {self.dtype} must be one of {', '.join(DTYPES)}", field="dtype")

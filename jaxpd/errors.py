@@ -1,0 +1,60 @@
+"""Errors that reach a person: each names the flag or field, the value, the limit and the cure.
+
+The class says what kind of answer it is; `serving` maps `code` to a gRPC status and an HTTP status, the CLI prints
+the message and exits with `exit_code`. Anything else that escapes is a bug and is answered as INTERNAL, without details.
+"""
+
+from __future__ import annotations
+
+
+class JaxpdError(Exception):
+    """Base of all errors that are meant to be read by a user. `code` is the gRPC status name."""
+
+    code = "INTERNAL"
+    exit_code = 1
+
+    def __init__(self, message: str, *, field: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.field = field
+
+
+class InvalidArgument(JaxpdError):
+    """The request or flag can never be served as it stands (too long, out of range, does not parse)."""
+
+    code = "INVALID_ARGUMENT"
+    exit_code = 2
+
+
+class NotFound(JaxpdError):
+    """A model, file or request id that does not exist."""
+
+    code = "NOT_FOUND"
+    exit_code = 2
+
+
+class ResourceExhausted(JaxpdError):
+    """More work than the bound; try again after `retry_after_s` seconds."""
+
+    code = "RESOURCE_EXHAUSTED"
+
+    def __init__(self, message: str, *, field: str | None = None, retry_after_s: float = 1.0) -> None:
+        super().__init__(message, field=field)
+        self.retry_after_s = retry_after_s
+
+
+class FailedPrecondition(JaxpdError):
+    """The set-up does not allow it (does not fit in memory, a feature that is off, a port in use)."""
+
+    code = "FAILED_PRECONDITION"
+    exit_code = 2
+
+
+class Unavailable(JaxpdError):
+    """Starting, draining, or a peer was lost: the same request may work later or elsewhere."""
+
+    code = "UNAVAILABLE"
+
+
+class Internal(JaxpdError):
+    """A bug or a device failure. The message is safe to show: it holds no stack and no path."""

@@ -1,0 +1,233 @@
+"""The memory plan: from what a user asked for and what the devices have, to the limits that are used and shown.
+
+Pure arithmetic, done before any weight is read. What cannot fit fails here, with flag values that would.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from jaxpd.batch import BatchShape
+from jaxpd.config import EngineConfig
+from jaxpd.errors import FailedPrecondition, InvalidArgument
+from jaxpd.models.config import ModelConfig
+from jaxpd.models.decoder import abstract_params
+from jaxpd.models.layout import ModelLayout
+from meshes.sharding import ShardingRules
+from meshes.spec import MeshSpec
+
+MIB = 1 << 20
+CPU_POOL_BYTES = 1024 * MIB  # default KV memory of one pool on CPU, over all its virtual devices
+CPU_RUNTIME_BYTES = 600 * MIB  # Python, JAX and the compiled programs; a bound that the memory benchmark checks
+ACCELERATOR_SHARE = 0.9  # of a device's memory; the rest is the runtime's and fragmentation
+PREFILL_ROWS = 8  # prompts in one prefill step of one replica
+SMALLEST_PREFILL_BUCKET = 16
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Memory:
+    """What there is: bytes per device on an accelerator, of the host on CPU (where all virtual devices share it)."""
+
+    platform: str
+    device_bytes: int | None  # None: one host's memory for all of them
+    host_bytes: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PoolLimits:
+    """Limits of one pool. Pages, rows and tokens are per replica, bytes per device."""
+
+    role: str
+    spec: MeshSpec
+    rows: int  # sequences in one step
+    max_tokens: int  # tokens in one step
+    num_pages: int
+    page_bytes: int
+    weight_bytes: int
+    shapes: tuple[BatchShape, ...]
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of the page pool on one device."""
+        return self.num_pages * self.page_bytes
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Limits:
+    """The limits an engine runs with."""
+
+    model: str
+    dtype: str
+    memory: Memory
+    max_model_len: int
+    page_size: int
+    max_queued_requests: int
+    prefill: tuple[PoolLimits, ...]
+    decode: tuple[PoolLimits, ...]
+
+    @property
+    def pools(self) -> tuple[PoolLimits, ...]:
+        """All pools, prefill first."""
+        return self.prefill + self.decode
+
+    def plan_lines(self) -> list[str]:
+        """The memory plan for a person, one line a pool."""
+        lines = []
+        for pool in self.pools:
+            tokens = pool.num_pages * self.page_size
+            lines.append(
+                f"{pool.role:<8}{pool.spec!s:>5}  per device: weights {_size(pool.weight_bytes)} | "
+                f"KV {_size(pool.kv_bytes)} = {pool.num_pages} pages x {self.page_size} = {tokens:,} tokens a replica | "
+                f"{pool.rows} sequences, {pool.max_tokens} tokens a step"
+            )
+        if self.memory.device_bytes is None:
+            total = sum((p.weight_bytes + p.kv_bytes) * p.spec.num_devices for p in self.pools)
+            lines.append(
+                f"in all {_size(total)} weights and KV, of {_size(self.memory.host_bytes)} free host memory; "
+                f"longest sequence {self.max_model_len:,} tokens; {self.dtype}"
+            )
+        else:
+            lines.append(
+                f"of {_size(self.memory.device_bytes)} per device; longest sequence {self.max_model_len:,} tokens; "
+                f"{self.dtype}"
+            )
+        return lines
+
+
+def _size(count: int) -> str:
+    return f"{count / (1 << 30):.2f} GiB" if count >= 1 << 30 else f"{count / MIB:.0f} MiB"
+
+
+def weight_bytes_per_device(config: ModelConfig, tp: int, dtype: Any, rules: ShardingRules) -> int:
+    """Bytes of the decoder's parameters on each of `tp` devices."""
+    total = 0
+    for param in abstract_params(config, tp, dtype)[1].values():
+        cut = any(axis is not None for axis in rules.spec(param.get_metadata("axes")))
+        total += param.size // (tp if cut else 1) * np.dtype(dtype).itemsize
+    return total
+
+
+def make_limits(
+    name: str,
+    config: ModelConfig,
+    asked: EngineConfig,
+    prefill: Sequence[MeshSpec],
+    decode: Sequence[MeshSpec],
+    memory: Memory,
+) -> Limits:
+    """Limits for a model on the given meshes. Raises FailedPrecondition with values that fit, or InvalidArgument."""
+    cpu = memory.platform == "cpu"
+    dtype = asked.dtype or ("float32" if cpu else "bfloat16")
+    rows = asked.max_num_seqs or (16 if cpu else 64)
+    if asked.max_model_len is not None and asked.max_model_len > config.max_position:
+        raise InvalidArgument(
+            f"--max-model-len {asked.max_model_len} is above the {config.max_position} positions {name} was made for",
+            field="max_model_len",
+        )
+    rules = ShardingRules()
+    sizes = []
+    for role, specs in (("prefill", prefill), ("decode", decode)):
+        for spec in specs:
+            layout = ModelLayout(config, spec.tp)
+            page = math.prod(layout.page_shape(1, asked.page_size)) // spec.tp * np.dtype(dtype).itemsize
+            sizes.append((role, spec, page, weight_bytes_per_device(config, spec.tp, np.dtype(dtype), rules)))
+    budgets = [_kv_budget(asked, memory, spec, weights) for _, spec, _, weights in sizes]
+    fits = min(budget // page for budget, (_, _, page, _) in zip(budgets, sizes, strict=True)) * asked.page_size
+    max_len = asked.max_model_len or min(config.max_position, max(fits // 128 * 128, fits))
+    needed_pages = -(-max_len // asked.page_size)
+    if fits < max_len or fits < 2 * asked.page_size:
+        worst = max(page for _, _, page, _ in sizes) * needed_pages
+        raise FailedPrecondition(
+            f"one sequence of --max-model-len {max_len} tokens needs {_size(worst)} of KV memory per device and there is "
+            f"room for {max(fits, 0)} tokens. Set --kv-memory {-(-worst // MIB)}MiB, or --max-model-len "
+            f"{max(fits, 0)}, or a mesh with more devices",
+            field="max_model_len",
+        )
+    tokens = min(asked.max_num_batched_tokens or (512 if cpu else 2048), max(max_len, SMALLEST_PREFILL_BUCKET))
+    pools = []
+    for (role, spec, page, weights), budget in zip(sizes, budgets, strict=True):
+        pool_rows = min(PREFILL_ROWS, rows) if role == "prefill" else rows
+        useful = needed_pages * pool_rows  # more pages could never be used
+        pools.append(
+            PoolLimits(
+                role=role,
+                spec=spec,
+                rows=pool_rows,
+                max_tokens=tokens if role == "prefill" else pool_rows,
+                num_pages=min(budget // page, useful),
+                page_bytes=page,
+                weight_bytes=weights,
+                shapes=_shapes(role, tokens, pool_rows, needed_pages),
+            )
+        )
+    limits = Limits(
+        model=name,
+        dtype=dtype,
+        memory=memory,
+        max_model_len=max_len,
+        page_size=asked.page_size,
+        max_queued_requests=asked.max_queued_requests,
+        prefill=tuple(p for p in pools if p.role == "prefill"),
+        decode=tuple(p for p in pools if p.role == "decode"),
+    )
+    _check_host(limits)
+    return limits
+
+
+def _kv_budget(asked: EngineConfig, memory: Memory, spec: MeshSpec, weight_bytes: int) -> int:
+    if asked.kv_memory is not None:
+        return asked.kv_memory
+    if memory.device_bytes is None:
+        return CPU_POOL_BYTES // spec.num_devices
+    return int(memory.device_bytes * ACCELERATOR_SHARE) - weight_bytes
+
+
+def _shapes(role: str, tokens: int, rows: int, table: int) -> tuple[BatchShape, ...]:
+    """Buckets: powers of four then two of tokens for prompts, powers of two of rows for decodes."""
+    if role == "decode":
+        counts = sorted({rows} | {1 << i for i in range(rows.bit_length()) if 1 << i < rows})
+        return tuple(BatchShape(count, count, table) for count in counts)
+    steps = sorted({tokens} | {t for t in (16, 64, *(128 << i for i in range(16))) if t < tokens})
+    # a prompt bucket must differ from a decode bucket: more tokens than rows
+    return tuple(BatchShape(max(t, rows + 1), rows, table) for t in steps)
+
+
+def _check_host(limits: Limits) -> None:
+    """On CPU all devices share the host's memory."""
+    memory = limits.memory
+    if memory.device_bytes is not None:
+        for pool in limits.pools:
+            if pool.weight_bytes + pool.kv_bytes > memory.device_bytes:
+                raise FailedPrecondition(
+                    f"the {pool.role} mesh {pool.spec} needs {_size(pool.weight_bytes)} of weights and "
+                    f"{_size(pool.kv_bytes)} of KV per device, and a device has {_size(memory.device_bytes)}; "
+                    f"use more tensor parallelism (--{pool.role}-mesh {pool.spec.tp * 2}x{pool.spec.dp}) "
+                    f"or a smaller --kv-memory",
+                    field=f"{pool.role}_mesh",
+                )
+        return
+    weights = sum(p.weight_bytes * p.spec.num_devices for p in limits.pools)
+    kv = sum(p.kv_bytes * p.spec.num_devices for p in limits.pools)
+    total = weights + kv + CPU_RUNTIME_BYTES
+    if total <= memory.host_bytes:
+        return
+    devices = sum(p.spec.num_devices for p in limits.pools)
+    left = memory.host_bytes - weights - CPU_RUNTIME_BYTES
+    needed = max(p.page_bytes for p in limits.pools) * -(-limits.max_model_len // limits.page_size)
+    if left // devices >= needed:
+        cure = f"set --kv-memory {left // devices // MIB}MiB (per device)"
+    else:
+        cure = (
+            "use fewer data replicas, for example --prefill-mesh 1x1 --decode-mesh 1x1 "
+            f"--max-model-len {min(limits.max_model_len, 1024)}, or a smaller model"
+        )
+    raise FailedPrecondition(
+        f"weights {_size(weights)} + KV {_size(kv)} + runtime {_size(CPU_RUNTIME_BYTES)} = {_size(total)} on {devices} "
+        f"virtual devices, and the host has {_size(memory.host_bytes)} free; {cure}",
+        field="kv_memory",
+    )

@@ -1,0 +1,299 @@
+"""A pool: one model copy, one mesh, one page pool, one policy, and the one thread that drives them.
+
+    inbox --> receive --> admit --> launch step k+1 --> read step k's tokens --> events, hand-offs
+                 ^                                                                   |
+                 +------------------- blocks only when there is nothing to do -------+
+
+Step k+1 is dispatched before the tokens of step k are read: a decode takes its input token from the device
+(`from_slot`). So stop conditions are seen one step late, and the surplus token of a sequence that ended is dropped.
+
+What a pool does not decide itself it asks its `Owner` (the engine): reservations for a hand-off, the hand-off, and how
+a sequence ends.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import queue
+import threading
+from collections import deque
+from typing import Protocol
+
+import jax
+import numpy as np
+
+from jaxpd.batch import BatchShape, Row, from_slot
+from jaxpd.cache.pages import Lease, ReplicaSpace
+from jaxpd.device import PoolDevice
+from jaxpd.errors import Internal, JaxpdError
+from jaxpd.limits import PoolLimits
+from jaxpd.policies.admission import Room
+from jaxpd.policies.batching import Candidate, stall_free
+from jaxpd.request import Event, FinishReason, TokensEvent
+from jaxpd.sequence import Sequence, State
+from meshes.transfer.in_process import Staging
+
+log = logging.getLogger(__name__)
+
+
+class Owner(Protocol):
+    """What a pool needs from the engine. Called from the pool's thread."""
+
+    def reserve(self, seq: Sequence, pool: Pool) -> bool:
+        """Reserves pages in `pool`, and pages, slot and staging in a decode pool; False: not now."""
+        ...
+
+    def hand_off(self, seq: Sequence, pool: Pool, pieces: list[Staging]) -> None:
+        """Takes a sequence whose first token is out and whose KV is in `pieces`."""
+
+    def accepted(self, seq: Sequence) -> None:
+        """The sequence's KV is in its decode pages; its staging is free."""
+
+    def finish(
+        self, seq: Sequence, reason: FinishReason, *, stop_token: int | None = None, error: JaxpdError | None = None
+    ) -> Event:
+        """Frees everything the sequence owns and returns its last event."""
+        ...
+
+    def emit(self, events: list[Event]) -> None:
+        """Sends one step's events on."""
+
+
+@dataclasses.dataclass(eq=False)
+class _InFlight:
+    """A dispatched step: which sequences sample in which row, and the staging gathered behind it."""
+
+    tokens: jax.Array  # [R, B] int32
+    sampling: list[tuple[int, int, Sequence]]
+    staged: dict[Sequence, list[Staging]]
+
+
+class Pool:
+    """See the module docstring. `submit`, `accept`, `wake` and `close` may be called from any thread."""
+
+    def __init__(self, index: int, limits: PoolLimits, device: PoolDevice, owner: Owner) -> None:
+        self.index = index
+        self.role = limits.role
+        self.limits = limits
+        self.device = device
+        self.owner = owner
+        self.spaces = [ReplicaSpace(limits.num_pages, limits.rows) for _ in range(limits.spec.dp)]
+        self._running: list[list[Sequence]] = [[] for _ in self.spaces]
+        self._waiting: deque[Sequence] = deque()
+        self._staged: set[Sequence] = set()  # last chunk dispatched, first token not read yet
+        self._inbox: queue.SimpleQueue[tuple] = queue.SimpleQueue()
+        self._closing = False
+        self._thread = threading.Thread(target=self._run, name=f"jaxpd-{self.role}-{index}", daemon=True)
+
+    # any thread -------------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Starts the thread."""
+        self._thread.start()
+
+    def submit(self, seq: Sequence) -> None:
+        """Puts a QUEUED sequence into the queue."""
+        self._inbox.put(("submit", seq))
+
+    def accept(self, seq: Sequence, pieces: list[Staging]) -> None:
+        """Takes a SETTLED sequence and its KV, on this pool's mesh."""
+        self._inbox.put(("accept", seq, pieces))
+
+    def wake(self) -> None:
+        """Something changed that may let the pool go on: pages were freed, or an abort was asked for."""
+        self._inbox.put(("wake",))
+
+    def close(self) -> None:
+        """Ends the thread after the step it is in."""
+        self._inbox.put(("close",))
+        if self._thread.ident is not None:
+            self._thread.join()
+
+    def rooms(self) -> list[Room]:
+        """What each replica has free."""
+        return [
+            Room(free_pages=s.free_pages, free_slots=s.free_slots, load=s.num_slots - s.free_slots) for s in self.spaces
+        ]
+
+    @property
+    def num_waiting(self) -> int:
+        """Sequences in the queue (a reading, not a promise)."""
+        return len(self._waiting)
+
+    # the pool's thread ------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        in_flight: _InFlight | None = None
+        while True:
+            self._receive(block=in_flight is None and not self._runnable())
+            if self._closing:
+                return
+            try:
+                self._drop_aborted()
+                self._admit()
+                launched = self._launch()
+                if in_flight is not None:
+                    done, in_flight = in_flight, None
+                    self._complete(done)
+                in_flight = launched
+            except Exception as error:
+                log.exception("a step of the %s pool %d failed", self.role, self.index)
+                in_flight = None
+                self._recover(error)
+
+    def _runnable(self) -> bool:
+        return any(seq.prompt_left or seq.wants_tokens for replica in self._running for seq in replica)
+
+    def _receive(self, *, block: bool) -> None:
+        while True:
+            try:
+                message = self._inbox.get(block=block)
+            except queue.Empty:
+                return
+            block = False
+            if message[0] == "submit":
+                self._waiting.append(message[1])
+            elif message[0] == "accept":
+                self._take_over(message[1], message[2])
+            elif message[0] == "close":
+                self._closing = True
+
+    def _drop_aborted(self) -> None:
+        aborted = [s for s in (*self._waiting, *(s for r in self._running for s in r)) if s.abort_requested]
+        if aborted:
+            self.owner.emit([self._end(seq, FinishReason.ABORT) for seq in aborted])
+
+    def _admit(self) -> None:
+        while self._waiting and self.owner.reserve(self._waiting[0], self):
+            seq = self._waiting.popleft()
+            seq.move(State.PREFILLING)
+            self._running[seq.prefill_replica].append(seq)
+
+    def _take_over(self, seq: Sequence, pieces: list[Staging]) -> None:
+        """The last step of a hand-off: scatter into the reserved pages, and decode from the next step on."""
+        if seq.abort_requested:
+            self.owner.emit([self.owner.finish(seq, FinishReason.ABORT)])
+            return
+        replica, lease = seq.decode_target[1], self._lease(seq)
+        try:
+            self.device.scatter(replica, lease.pages[: self._pages_for(seq.prompt_len)], pieces)
+        except Exception as error:
+            log.exception("accepting request %s failed", seq.request_id)
+            self.owner.emit([self.owner.finish(seq, FinishReason.ERROR, error=_internal("accept of a hand-off", error))])
+            self._recover(error)
+            return
+        seq.move(State.DECODING)
+        self._running[replica].append(seq)
+        self.owner.accepted(seq)
+
+    def _launch(self) -> _InFlight | None:
+        """Dispatches the next step, if any sequence has something to do."""
+        chosen: list[list[tuple[Sequence, int]]] = []
+        for replica in self._running:
+            candidates = [Candidate(prompt_left=s.prompt_left, wants_token=s.wants_tokens) for s in replica]
+            picks = stall_free(candidates, token_budget=self.limits.max_tokens, max_rows=self.limits.rows)
+            chosen.append([(replica[i], n) for i, n in picks])
+        if not any(chosen):
+            return None
+        rows: list[list[Row]] = []
+        sampling: list[tuple[int, int, Sequence]] = []
+        last_chunks: list[tuple[int, Sequence]] = []
+        for r, picks in enumerate(chosen):
+            rows.append([self._row(seq, count) for seq, count in picks])
+            for i, (seq, _) in enumerate(picks):
+                if not seq.prompt_left:
+                    if seq.state is State.PREFILLING:
+                        last_chunks.append((r, seq))
+                    seq.sampled += 1
+                    sampling.append((r, i, seq))
+        tokens = self.device.step(self._shape(rows), rows)
+        return _InFlight(tokens, sampling, {seq: self._stage(r, seq) for r, seq in last_chunks})
+
+    def _row(self, seq: Sequence, count: int) -> Row:
+        """The row of a sequence in the next step, and its counters moved on."""
+        lease = self._lease(seq)
+        if seq.prompt_left:
+            token_ids = seq.request.prompt_ids[seq.cached : seq.cached + count]
+        elif len(seq.outputs) >= seq.sampled:
+            token_ids = (seq.outputs[seq.sampled - 1],)
+        else:  # not read back yet: the device knows it
+            token_ids = (from_slot(lease.slot),)
+        seq.cached += count
+        params = seq.request.params
+        return Row(
+            token_ids=token_ids,
+            context_len=seq.cached,
+            pages=lease.pages,
+            slot=lease.slot,
+            output_index=seq.sampled,
+            seed=params.seed or 0,
+            temperature=params.temperature,
+        )
+
+    def _shape(self, rows: list[list[Row]]) -> BatchShape:
+        most_rows = max(len(replica) for replica in rows)
+        most_tokens = max(sum(len(row.token_ids) for row in replica) for replica in rows)
+        return next(s for s in self.limits.shapes if s.rows >= most_rows and s.tokens >= most_tokens)
+
+    def _stage(self, replica: int, seq: Sequence) -> list[Staging]:
+        """Copies a finished prompt's KV into staging and frees its prefill pages: later steps come after the copy."""
+        lease = self._lease(seq)
+        if seq.request.params.max_tokens == 1:  # ends here, whatever the token
+            return []
+        pieces = self.device.gather(replica, lease.pages[: self._pages_for(seq.prompt_len)])
+        self._running[replica].remove(seq)
+        self._staged.add(seq)
+        lease.release()
+        return pieces
+
+    def _complete(self, step: _InFlight) -> None:
+        """Reads a step's tokens; ends, hands off or goes on with each sequence that sampled one."""
+        tokens = np.asarray(step.tokens)
+        events: list[Event] = []
+        for r, i, seq in step.sampling:
+            if seq.state is State.FINISHED:
+                continue
+            self._staged.discard(seq)
+            token = int(tokens[r, i])
+            index = len(seq.outputs)
+            ended = seq.add_output(token)
+            events.append(TokensEvent(request_id=seq.request_id, first_index=index, token_ids=(token,)))
+            if ended is not None:
+                events.append(self._end(seq, ended[0], stop_token=ended[1]))
+            elif seq.abort_requested:
+                events.append(self._end(seq, FinishReason.ABORT))
+            elif seq in step.staged:
+                self.owner.hand_off(seq, self, step.staged[seq])
+        self.owner.emit(events)
+
+    def _end(
+        self, seq: Sequence, reason: FinishReason, *, stop_token: int | None = None, error: JaxpdError | None = None
+    ) -> Event:
+        if seq in self._waiting:
+            self._waiting.remove(seq)
+        for replica in self._running:
+            if seq in replica:
+                replica.remove(seq)
+        return self.owner.finish(seq, reason, stop_token=stop_token, error=error)
+
+    def _recover(self, error: Exception) -> None:
+        """A step failed: its sequences are answered, and the page pool (which may be gone) is made anew."""
+        victims = [seq for replica in self._running for seq in replica] + list(self._staged)
+        self._staged.clear()
+        events = [self._end(s, FinishReason.ERROR, error=_internal("a device step", error)) for s in victims]
+        self.device.reset()
+        self.owner.emit(events)
+
+    def _lease(self, seq: Sequence) -> Lease:
+        lease = seq.decode_lease if seq.state in (State.DECODING, State.SETTLED) else seq.prefill_lease
+        assert lease is not None, "a sequence in a pool has pages there"
+        return lease
+
+    def _pages_for(self, tokens: int) -> int:
+        return -(-tokens // self.device.spec.page_size)
+
+
+def _internal(what: str, error: Exception) -> Internal:
+    """An error for the client: what failed and the kind, no stack and no path."""
+    return Internal(f"{what} failed ({type(error).__name__}); the server's log has the details")

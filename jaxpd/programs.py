@@ -1,0 +1,234 @@
+"""The compiled programs of one pool: `forward` and `sample` per bucket, `gather` and `scatter` per page count.
+
+    forward(params, pages, last_tokens, packed)  -> logits [R, B, V], pages      (pages donated)
+    sample(logits, last_tokens, packed)          -> tokens [R, B], last_tokens   (last_tokens donated)
+    gather(pages of one replica, page ids)       -> staging, one array [tp, L, N, S, W] per KV slot
+    scatter(pages of one replica, ids, heads)    -> pages of that replica        (donated)
+
+Everything is compiled ahead of time from shapes; serving calls the executables, so a bucket that was not compiled is
+a KeyError in a test and never a compile at run time. `forward` and `sample` run under `shard_map` over the whole mesh,
+and a replica with no rows skips the work; the hand-off's two run on one replica's sub-mesh.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxpd.batch import BatchShape, unpack
+from jaxpd.models.config import ModelConfig
+from jaxpd.models.decoder import abstract_params, merge
+from jaxpd.models.layout import ModelLayout
+from jaxpd.sampling import sample_tokens
+from meshes.sharding import DATA, MODEL, ShardingRules, replica_mesh
+from pallas_kernels.batch import ragged_batch
+from pallas_kernels.gather_pages import gather_pages
+from pallas_kernels.scatter_pages import scatter_pages
+
+PAGES_SPEC = P(DATA, None, None, MODEL)  # pages_RLPKSW
+STAGING_SPEC = P(MODEL)  # [tp, L, N, S, W]
+PAGE_BUCKETS = (4, 16, 64)
+
+
+def page_pieces(pages: int) -> list[int]:
+    """Sizes of the pieces a hand-off of `pages` pages moves in: few, and mostly full.
+
+    A piece is a compiled page count; a bucket is rounded up to only where at most a quarter of it stays empty.
+    """
+    pieces = []
+    while pages > 0:
+        fit = next((b for b in PAGE_BUCKETS if b >= pages), PAGE_BUCKETS[-1])
+        if fit > pages + fit // 4 and fit != PAGE_BUCKETS[0]:
+            fit = max(b for b in PAGE_BUCKETS if b <= pages)
+        pieces.append(fit)
+        pages -= fit
+    return pieces
+
+
+@dataclasses.dataclass(frozen=True)
+class ProgramSpec:
+    """What the programs of a pool are made for."""
+
+    config: ModelConfig
+    mesh: Mesh
+    dtype: Any
+    num_pages: int
+    page_size: int
+    num_slots: int
+    shapes: tuple[BatchShape, ...]
+    rules: ShardingRules
+
+    @property
+    def layout(self) -> ModelLayout:
+        """The model's layout on this mesh."""
+        return ModelLayout(self.config, self.mesh.shape[MODEL])
+
+    @property
+    def replicas(self) -> int:
+        """R."""
+        return self.mesh.shape[DATA]
+
+    def on(self, spec: P, mesh: Mesh | None = None) -> NamedSharding:
+        """A sharding on the pool's mesh (or a sub-mesh)."""
+        return NamedSharding(mesh or self.mesh, spec)
+
+    @property
+    def pages_shape(self) -> tuple[int, ...]:
+        """pages_RLPKSW."""
+        return (self.replicas, *self.layout.page_shape(self.num_pages, self.page_size))
+
+    def new_state(self) -> tuple[jax.Array, jax.Array]:
+        """(pages, last tokens): a zeroed pool on the mesh."""
+        pages, last = self.on(PAGES_SPEC), self.on(P(DATA))
+
+        def zeros() -> tuple[jax.Array, jax.Array]:
+            return jnp.zeros(self.pages_shape, self.dtype), jnp.zeros((self.replicas, self.num_slots), jnp.int32)
+
+        return jax.jit(zeros, out_shardings=(pages, last))()
+
+
+@dataclasses.dataclass
+class Programs:
+    """Executables, keyed by bucket (and replica)."""
+
+    forward: dict[BatchShape, Callable[..., Any]] = dataclasses.field(default_factory=dict)
+    sample: dict[BatchShape, Callable[..., Any]] = dataclasses.field(default_factory=dict)
+    gather: dict[tuple[int, int], Callable[..., Any]] = dataclasses.field(default_factory=dict)  # (replica, pages)
+    scatter: dict[tuple[int, int], Callable[..., Any]] = dataclasses.field(default_factory=dict)
+
+    def compile_tasks(self, spec: ProgramSpec, *, gathers: bool, scatters: bool) -> Iterator[tuple[str, Callable]]:
+        """(name, task) for every program; a task compiles one and files it here. Tasks may run in any thread."""
+
+        def task(table: dict, key: Any, build: Callable[[], Any]) -> Callable[[], None]:
+            return lambda: table.__setitem__(key, build())
+
+        for shape in spec.shapes:
+            yield f"forward {shape}", task(self.forward, shape, functools.partial(_compile_forward, spec, shape))
+            yield f"sample {shape}", task(self.sample, shape, functools.partial(_compile_sample, spec, shape))
+        for replica in range(spec.replicas):
+            for count in PAGE_BUCKETS:
+                key = (replica, count)
+                if gathers:
+                    yield f"gather r{replica} n{count}", task(
+                        self.gather, key, functools.partial(_compile_gather, spec, replica, count)
+                    )
+                if scatters:
+                    yield f"scatter r{replica} n{count}", task(
+                        self.scatter, key, functools.partial(_compile_scatter, spec, replica, count)
+                    )
+
+
+def _shaped(shape: tuple[int, ...], dtype: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+
+
+def _compile_forward(spec: ProgramSpec, shape: BatchShape) -> Callable[..., Any]:
+    layout = spec.layout
+    graphdef, abstract = abstract_params(spec.config, layout.tp, spec.dtype)
+    param_specs = {path: spec.rules.spec(p.get_metadata("axes")) for path, p in abstract.items()}
+    vocab_local = layout.padded_vocab // layout.tp
+
+    def local(params: dict, pages_1LPKSW: jax.Array, last_1S: jax.Array, packed_1M: jax.Array) -> tuple:
+        step = unpack(shape, packed_1M[0])
+
+        def run(pages_LPKSW: jax.Array) -> tuple[jax.Array, jax.Array]:
+            ids_T = step.token_ids
+            ids_T = jnp.where(ids_T < 0, last_1S[0][-1 - ids_T], ids_T)
+            batch = ragged_batch(
+                step.query_starts,
+                step.context_lens,
+                step.page_table,
+                num_tokens=shape.tokens,
+                page_size=spec.page_size,
+                num_pages=spec.num_pages,
+            )
+            return merge(graphdef, params)(ids_T, pages_LPKSW, batch)
+
+        def skip(pages_LPKSW: jax.Array) -> tuple[jax.Array, jax.Array]:
+            return jnp.zeros((shape.rows, vocab_local), jnp.float32), pages_LPKSW
+
+        pages_LPKSW = pages_1LPKSW[0]
+        if spec.replicas == 1:  # a pool of one replica is never stepped without rows
+            logits_BV, pages_LPKSW = run(pages_LPKSW)
+        else:
+            logits_BV, pages_LPKSW = jax.lax.cond(step.live_rows > 0, run, skip, pages_LPKSW)
+        return logits_BV[None], pages_LPKSW[None]
+
+    in_specs = (param_specs, PAGES_SPEC, P(DATA), P(DATA))
+    out_specs = (P(DATA, None, MODEL), PAGES_SPEC)
+    mapped = jax.shard_map(local, mesh=spec.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+    args = (
+        {path: _shaped(p.shape, spec.dtype, spec.on(param_specs[path])) for path, p in abstract.items()},
+        _shaped(spec.pages_shape, spec.dtype, spec.on(PAGES_SPEC)),
+        _shaped((spec.replicas, spec.num_slots), jnp.int32, spec.on(P(DATA))),
+        _shaped((spec.replicas, shape.packed_len), jnp.int32, spec.on(P(DATA))),
+    )
+    out = tuple(spec.on(s) for s in out_specs)
+    return jax.jit(mapped, donate_argnums=1, out_shardings=out).lower(*args).compile()
+
+
+def _compile_sample(spec: ProgramSpec, shape: BatchShape) -> Callable[..., Any]:
+    layout = spec.layout
+
+    def local(logits_1BV: jax.Array, last_1S: jax.Array, packed_1M: jax.Array) -> tuple[jax.Array, jax.Array]:
+        step = unpack(shape, packed_1M[0])
+        tokens_B = sample_tokens(logits_1BV[0], step, vocab_size=spec.config.vocab_size, tp=layout.tp)
+        last_S = last_1S[0].at[step.slots].set(tokens_B, mode="drop")
+        return tokens_B[None], last_S[None]
+
+    in_specs = (P(DATA, None, MODEL), P(DATA), P(DATA))
+    out_specs = (P(DATA), P(DATA))
+    mapped = jax.shard_map(local, mesh=spec.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+    args = (
+        _shaped((spec.replicas, shape.rows, layout.padded_vocab), jnp.float32, spec.on(in_specs[0])),
+        _shaped((spec.replicas, spec.num_slots), jnp.int32, spec.on(P(DATA))),
+        _shaped((spec.replicas, shape.packed_len), jnp.int32, spec.on(P(DATA))),
+    )
+    out = tuple(spec.on(s) for s in out_specs)
+    return jax.jit(mapped, donate_argnums=1, out_shardings=out).lower(*args).compile()
+
+
+def _replica_args(spec: ProgramSpec, replica: int, count: int) -> tuple[Mesh, tuple, tuple]:
+    """The sub-mesh of a replica, and the abstract (pages, ids) and staging arguments of its hand-off programs."""
+    sub = replica_mesh(spec.mesh, replica)
+    layers, _, _, page_size, width = spec.layout.page_shape(spec.num_pages, spec.page_size)
+    pages = _shaped((1, *spec.pages_shape[1:]), spec.dtype, spec.on(PAGES_SPEC, sub))
+    ids = _shaped((count,), jnp.int32, spec.on(P(), sub))
+    staging = _shaped((spec.layout.tp, layers, count, page_size, width), spec.dtype, spec.on(STAGING_SPEC, sub))
+    return sub, (pages, ids), (staging,) * spec.layout.heads.kv_per_device
+
+
+def _compile_gather(spec: ProgramSpec, replica: int, count: int) -> Callable[..., Any]:
+    sub, args, staging = _replica_args(spec, replica, count)
+
+    def local(pages_1LPKSW: jax.Array, ids_N: jax.Array) -> tuple[jax.Array, ...]:
+        return tuple(head[None] for head in gather_pages(pages_1LPKSW[0], ids_N))
+
+    mapped = jax.shard_map(
+        local, mesh=sub, in_specs=(PAGES_SPEC, P()), out_specs=(STAGING_SPEC,) * len(staging), check_vma=False
+    )
+    return jax.jit(mapped, out_shardings=tuple(s.sharding for s in staging)).lower(*args).compile()
+
+
+def _compile_scatter(spec: ProgramSpec, replica: int, count: int) -> Callable[..., Any]:
+    sub, args, staging = _replica_args(spec, replica, count)
+
+    def local(pages_1LPKSW: jax.Array, ids_N: jax.Array, heads: tuple[jax.Array, ...]) -> jax.Array:
+        return scatter_pages(pages_1LPKSW[0], ids_N, tuple(head[0] for head in heads))[None]
+
+    mapped = jax.shard_map(
+        local,
+        mesh=sub,
+        in_specs=(PAGES_SPEC, P(), (STAGING_SPEC,) * len(staging)),
+        out_specs=PAGES_SPEC,
+        check_vma=False,
+    )
+    jitted = jax.jit(mapped, donate_argnums=0, out_shardings=args[0].sharding)
+    return jitted.lower(*args, staging).compile()

@@ -1,0 +1,184 @@
+"""From a configuration to running pools: meshes, limits, weights, programs. Everything slow at start is here.
+
+    place        mesh specs -> devices -> limits            nothing is read or allocated
+    build_pools  weights onto the meshes, programs compiled in parallel, page pools made
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import pathlib
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, as_completed
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from jaxpd.checkpoints.placement import load_params
+from jaxpd.checkpoints.source import Checkpoint
+from jaxpd.config import EngineConfig
+from jaxpd.device import PoolDevice
+from jaxpd.errors import FailedPrecondition, InvalidArgument
+from jaxpd.limits import Limits, Memory, make_limits, weight_bytes_per_device
+from jaxpd.pool import Owner, Pool
+from jaxpd.programs import Programs, ProgramSpec
+from jaxpd.progress import Progress
+from meshes.devices import assign_devices, default_specs, ensure_cpu_devices, total_devices
+from meshes.sharding import ShardingRules
+from meshes.spec import MeshSpec, parse_mesh_specs
+
+DEFAULT_CPU_DEVICES = 2  # 1x1 + 1x1
+
+
+@dataclasses.dataclass(frozen=True)
+class Placement:
+    """Where everything will go: meshes by role, and the limits."""
+
+    prefill: list[Mesh]
+    decode: list[Mesh]
+    limits: Limits
+
+
+def place(checkpoint: Checkpoint, config: EngineConfig) -> Placement:
+    """Meshes and limits for a model. Raises InvalidArgument or FailedPrecondition before anything is allocated."""
+    given = [_parse(config.prefill_mesh, "--prefill-mesh"), _parse(config.decode_mesh, "--decode-mesh")]
+    wanted = max(total_devices(*(g or (MeshSpec(1, 1),) for g in given)), DEFAULT_CPU_DEVICES)
+    try:
+        ensure_cpu_devices(wanted)
+    except RuntimeError as error:
+        raise FailedPrecondition(str(error), field="prefill_mesh") from error
+    devices = jax.devices()
+    memory = _memory(devices[0])
+    try:
+        prefill, decode = default_specs(
+            *given,
+            platform=memory.platform,
+            available=len(devices),
+            weights_fit_one_device=_weights_fit_one(checkpoint, config, memory),
+        )
+        meshes = assign_devices(prefill, decode, devices)
+    except ValueError as error:
+        raise InvalidArgument(str(error), field="prefill_mesh") from error
+    return Placement(*meshes, make_limits(checkpoint.name, checkpoint.config, config, prefill, decode, memory))
+
+
+def _parse(text: str | None, flag: str) -> tuple[MeshSpec, ...] | None:
+    if text is None:
+        return None
+    try:
+        return parse_mesh_specs(text, name=flag)
+    except ValueError as error:
+        raise InvalidArgument(str(error), field=flag.strip("-").replace("-", "_")) from error
+
+
+def _memory(device: jax.Device) -> Memory:
+    stats = None if device.platform == "cpu" else device.memory_stats()
+    limit = (stats or {}).get("bytes_limit")
+    return Memory(platform=device.platform, device_bytes=limit, host_bytes=free_host_memory())
+
+
+def free_host_memory() -> int:
+    """Bytes of host memory that can be had without swapping."""
+    meminfo = pathlib.Path("/proc/meminfo")
+    if meminfo.exists():
+        for line in meminfo.read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")  # no better reading: all there is
+
+
+def _weights_fit_one(checkpoint: Checkpoint, config: EngineConfig, memory: Memory) -> bool:
+    if memory.device_bytes is None:
+        return True
+    weights = weight_bytes_per_device(checkpoint.config, 1, np.dtype(config.dtype or "bfloat16"), ShardingRules())
+    return weights < memory.device_bytes * 0.8  # leaves a fifth for KV
+
+
+def build_pools(
+    placement: Placement, checkpoint: Checkpoint, config: EngineConfig, *, owner: Owner, progress: Progress
+) -> tuple[list[Pool], list[Pool]]:
+    """Pools ready to start: (prefill, decode)."""
+    limits, rules = placement.limits, ShardingRules()
+    meshes = placement.prefill + placement.decode
+    use_compile_cache(config.compile_cache)
+    dtype = np.dtype(limits.dtype)
+    specs = [
+        ProgramSpec(
+            config=checkpoint.config,
+            mesh=mesh,
+            dtype=dtype,
+            num_pages=pool.num_pages,
+            page_size=limits.page_size,
+            num_slots=pool.rows,
+            shapes=pool.shapes,
+            rules=rules,
+        )
+        for pool, mesh in zip(limits.pools, meshes, strict=True)
+    ]
+    params = load_params(checkpoint.source, checkpoint.config, meshes, dtype=dtype, rules=rules, progress=progress)
+    programs = _compile(limits, specs, progress)
+    pools = []
+    for i, (pool, spec) in enumerate(zip(limits.pools, specs, strict=True)):
+        first = 0 if pool.role == "prefill" else len(limits.prefill)
+        pools.append(Pool(i - first, pool, PoolDevice(spec, params[i], programs[i]), owner))
+    return pools[: len(limits.prefill)], pools[len(limits.prefill) :]
+
+
+def _compile(limits: Limits, specs: list[ProgramSpec], progress: Progress) -> list[Programs]:
+    """Compiles the programs of all pools in parallel threads."""
+    programs = [Programs() for _ in specs]
+    tasks: list[tuple[str, Callable[[], None]]] = []
+    for i, (pool, spec) in enumerate(zip(limits.pools, specs, strict=True)):
+        prefill = pool.role == "prefill"
+        found = programs[i].compile_tasks(spec, gathers=prefill, scatters=not prefill)
+        tasks += [(f"{pool.role} {pool.spec} {name}", task) for name, task in found]
+    tasks.sort(key=lambda named: "forward" not in named[0])  # the long ones first, so that threads end together
+    with (
+        progress.stage("compiling", total=float(len(tasks)), unit="programs") as stage,
+        ThreadPoolExecutor(max(2, os.cpu_count() or 1), thread_name_prefix="jaxpd-compile") as executor,
+    ):
+        running = {executor.submit(_timed, task): name for name, task in tasks}
+        for future in as_completed(running):
+            seconds, cached = future.result()
+            stage.advance(1.0, f"{running[future]} ({'from the cache' if cached else f'{seconds:.1f} s'})")
+    return programs
+
+
+_hits = threading.local()  # set by the listener below, in the thread that compiles
+
+
+def _on_monitoring_event(event: str, **_: object) -> None:
+    if event == "/jax/compilation_cache/cache_hits":
+        _hits.count = getattr(_hits, "count", 0) + 1
+
+
+jax.monitoring.register_event_listener(_on_monitoring_event)
+
+
+def _timed(task: Callable[[], None]) -> tuple[float, bool]:
+    before, start = getattr(_hits, "count", 0), time.monotonic()
+    task()
+    return time.monotonic() - start, getattr(_hits, "count", 0) > before
+
+
+def use_compile_cache(folder: pathlib.Path | None) -> pathlib.Path:
+    """Makes JAX keep compiled programs in `folder` (default: the user's cache folder); returns it."""
+    if folder is None:
+        from jaxpd.checkpoints.builtin import default_cache_dir
+
+        folder = default_cache_dir().parent / "xla"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise FailedPrecondition(
+            f"--compile-cache {folder} cannot be made ({error.strerror}); name a folder that can be written",
+            field="compile_cache",
+        ) from error
+    jax.config.update("jax_compilation_cache_dir", str(folder))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    return folder

@@ -1,0 +1,83 @@
+"""The `in_process` transport: both meshes live in this JAX process, and KV goes from device to device.
+
+    offer(pieces) --[worker thread: reshard, wait until settled]--> done(arrays) or done(error)
+
+An offer hands over staging arrays, which nobody changes any more. A worker thread sends their shards along the
+resharding plan and waits until every piece has arrived; only then is `done` called, since an array that is unready or
+failed would take the whole page pool with it when it meets a donating program. The sum of staged bytes is bounded:
+bytes are charged before a prompt starts and given back once its KV has settled, or never went.
+"""
+
+from __future__ import annotations
+
+import secrets
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import jax
+from jax.sharding import Mesh
+
+from meshes.heads import HeadLayout
+from meshes.transfer.move import move_heads
+
+Staging = tuple[jax.Array, ...]  # per KV slot of a device: [tp, L, N, S, W]
+Done = Callable[[list[Staging] | None, Exception | None], None]
+
+
+class StagingBound:
+    """A bound on the bytes that are staged at once. Thread-safe."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self._lock = threading.Lock()
+        self._used = 0
+
+    def charge(self, count: int) -> bool:
+        """Takes `count` bytes unless they exceed the bound. A single offer above the bound may go alone."""
+        with self._lock:
+            if self._used and self._used + count > self.limit:
+                return False
+            self._used += count
+            return True
+
+    def give_back(self, count: int) -> None:
+        """Returns bytes taken by `charge`."""
+        with self._lock:
+            self._used -= count
+
+    @property
+    def used(self) -> int:
+        """Bytes charged now."""
+        with self._lock:
+            return self._used
+
+
+class InProcessTransport:
+    """Moves staged KV between meshes of this process."""
+
+    def __init__(self, max_staging_bytes: int, *, workers: int = 4) -> None:
+        self.staging = StagingBound(max_staging_bytes)
+        self._executor = ThreadPoolExecutor(workers, thread_name_prefix="jaxpd-handoff")
+
+    def offer(self, pieces: Sequence[Staging], src: HeadLayout, dst: HeadLayout, dst_mesh: Mesh, done: Done) -> int:
+        """Starts moving `pieces` (each some pages of all layers) to `dst_mesh` (1 x tp); returns the transfer's id.
+
+        `done` is called once, from another thread, with the settled arrays of each piece or the error.
+        """
+
+        def run() -> None:
+            try:
+                moved = [move_heads(piece, src, dst, dst_mesh) for piece in pieces]
+                jax.block_until_ready(moved)
+            except Exception as error:  # whatever the runtime raises belongs to this transfer alone
+                done(None, error)
+            else:
+                done(moved, None)
+
+        self._executor.submit(run)
+        return secrets.randbits(64)
+
+    def close(self) -> None:
+        """Waits for transfers under way and ends the threads."""
+        self._executor.shutdown(wait=True)

@@ -1,0 +1,81 @@
+"""The data plane of the hand-off: true KV heads from one replica's devices to another's.
+
+    staging[j]: [tp_src, L, N, S, W]        moved[j]: [tp_dst, L, N, S, W]
+    slot j of every source device    --->   slot j of every destination device
+
+The unit is one KV head of N pages over all layers, the shard [1, L, N, S, W] that lies in one piece on one device.
+So a move is copies of whole device buffers and nothing else: no program, no compilation, nothing read by the host,
+and the caller gets arrays that are still on their way. L layers, N pages, S slots in a page, W lanes.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from meshes.heads import HeadLayout
+from meshes.plan import Plan, head_cut, plan
+from meshes.sharding import MODEL
+
+
+@functools.cache
+def head_pieces(src: HeadLayout, dst: HeadLayout) -> Plan:
+    """Who sends which true KV head to whom: each head crosses once, then goes to its other slots in the destination.
+
+    The boxes of pieces have one axis, the heads (true coordinates) or the slots of a device (local ones).
+    """
+    return plan(head_cut(src), head_cut(dst))
+
+
+def move_heads(
+    staging: tuple[jax.Array, ...], src: HeadLayout, dst: HeadLayout, dst_mesh: Mesh
+) -> tuple[jax.Array, ...]:
+    """Move the KV of some pages from a source replica to a destination replica, asynchronously.
+
+    `staging` are `src.kv_per_device` arrays [tp_src, L, N, S, W], cut along `model` on axis 0 over the source replica's
+    sub-mesh (1 x tp_src); the result are `dst.kv_per_device` arrays [tp_dst, L, N, S, W], cut likewise over `dst_mesh`
+    (1 x tp_dst). Any dtype. Errors of the copies surface when the result is waited for. Where a device has one head in
+    two slots the two results share a buffer, so do not donate them. Raises ValueError where arrays, layouts and mesh
+    do not belong together.
+    """
+    shape = _check(staging, src, dst, dst_mesh)
+    steps = head_pieces(src, dst)
+    shards = [{s.device: s.data for s in array.addressable_shards} for array in staging]
+    senders = list(staging[0].sharding.mesh.devices.flat)  # type: ignore[attr-defined]
+    receivers = list(dst_mesh.devices.flat)
+
+    crossing = [shards[piece.src_box[0][0]][senders[piece.src]] for piece in steps.pieces]
+    landed = jax.device_put(crossing, [receivers[piece.dst] for piece in steps.pieces])
+    slots = {(p.dst, p.dst_box[0][0]): a for p, a in zip(steps.pieces, landed, strict=True)}
+
+    copying = [slots[p.src, p.src_box[0][0]] for p in steps.fan_outs]
+    copied = jax.device_put(copying, [receivers[p.dst] for p in steps.fan_outs])  # no copy on the same device
+    slots |= {(p.dst, p.dst_box[0][0]): a for p, a in zip(steps.fan_outs, copied, strict=True)}
+
+    sharding = NamedSharding(dst_mesh, PartitionSpec(MODEL))
+    return tuple(
+        jax.make_array_from_single_device_arrays(
+            (dst.tp, *shape[1:]), sharding, [slots[device, slot] for device in range(dst.tp)]
+        )
+        for slot in range(dst.kv_per_device)
+    )
+
+
+def _check(staging: tuple[jax.Array, ...], src: HeadLayout, dst: HeadLayout, dst_mesh: Mesh) -> tuple[int, ...]:
+    if src.num_kv_heads != dst.num_kv_heads:
+        raise ValueError(f"the source has {src.num_kv_heads} KV heads, the destination {dst.num_kv_heads}")
+    if len(staging) != src.kv_per_device:
+        raise ValueError(f"{len(staging)} staging arrays for {src.kv_per_device} KV slots per source device")
+    shape = staging[0].shape
+    for array in staging:
+        if array.shape != shape or shape[0] != src.tp:
+            raise ValueError(f"a staging array has shape {array.shape}; expected {src.tp} devices first, all alike")
+        if not isinstance(array.sharding, NamedSharding) or array.sharding.shard_shape(shape)[0] != 1:
+            raise ValueError(f"a staging array must be cut along {MODEL!r} on axis 0, not as {array.sharding}")
+    if dst_mesh.devices.size != dst.tp:
+        raise ValueError(
+            f"the destination mesh has {dst_mesh.devices.size} devices for {dst.tp}-way tensor parallelism"
+        )
+    return shape

@@ -1,0 +1,114 @@
+"""Picks the implementation of an operation by platform, dtype and shape, and says once in the log which and why.
+
+Every operation folder lists its implementations as a tuple of `Implementation`, the best first; `choose` takes the first
+that can run the call. A new kernel (`tpu.py`, `gpu.py`) is one more entry with the same signature as `reference.py`; its
+`refuse` looks at the call and answers why it cannot take it (too small a chip, a head size, a dtype), or None.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+logger = logging.getLogger(__name__)
+
+AUTO = "auto"
+EVERYWHERE = ("cpu", "gpu", "tpu")
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """What an implementation may look at before it takes a call: all of it is known while tracing."""
+
+    platform: str  # "cpu", "gpu" or "tpu"
+    dtype: str  # of the page pool
+    shapes: tuple[tuple[str, int], ...]  # by the letters of the dimension key, e.g. (("D", 64), ("S", 16), ("W", 128))
+
+    def __str__(self) -> str:
+        shapes = " ".join(f"{name}={size}" for name, size in self.shapes)
+        return f"{self.platform}, {self.dtype}, {shapes}"
+
+
+def takes_all(call: Call) -> str | None:
+    """The `refuse` of an implementation that runs every call."""
+    return None
+
+
+@dataclasses.dataclass(frozen=True)
+class Implementation:
+    """One way to run an operation."""
+
+    name: str  # "xla", "pallas_tpu", ...
+    platforms: tuple[str, ...]
+    run: Callable[..., Any]
+    why: str  # half a sentence for the log: what makes it the choice
+    refuse: Callable[[Call], str | None] = takes_all
+
+    def objection(self, call: Call) -> str | None:
+        """Why it cannot run the call, or None."""
+        if call.platform not in self.platforms:
+            return f"it runs on {', '.join(self.platforms)}, not on {call.platform}"
+        return self.refuse(call)
+
+
+def current_platform() -> str:
+    """Platform that the program being traced is for: the mesh's where it says so (compiling for hardware that is not
+    there), else that of the default device or backend. "cpu", "gpu" or "tpu"."""
+    described = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
+    device = jax.config.jax_default_device
+    if described is not None and described.platform:
+        platform = described.platform
+    elif device is not None:
+        platform = device if isinstance(device, str) else device.platform
+    else:
+        platform = jax.default_backend()
+    return "gpu" if platform in ("cuda", "rocm") else platform
+
+
+def choose(
+    operation: str, implementations: tuple[Implementation, ...], requested: str, *, dtype: Any, shapes: dict[str, int]
+) -> Implementation:
+    """The implementation that runs this call.
+
+    `requested` is "auto" (the first that can) or a name. Raises ValueError for a name that does not exist, and for one
+    that cannot run the call, with its reason.
+    """
+    return _choose(operation, implementations, requested, Call(current_platform(), str(dtype), tuple(shapes.items())))
+
+
+@functools.cache
+def _choose(operation: str, implementations: tuple[Implementation, ...], requested: str, call: Call) -> Implementation:
+    names = [i.name for i in implementations]
+    if requested != AUTO and requested not in names:
+        raise ValueError(f"implementation={requested!r} of {operation} is unknown: use {AUTO!r} or one of {names}")
+    passed_over = []
+    for implementation in implementations:
+        if requested not in (AUTO, implementation.name):
+            continue
+        objection = implementation.objection(call)
+        if objection is None:
+            _log_once(operation, implementation, "asked for" if requested != AUTO else implementation.why,
+                      tuple(passed_over), call)
+            return implementation
+        passed_over.append(f"{implementation.name}: {objection}")
+    raise ValueError(
+        f"implementation={requested!r} of {operation} cannot run this call ({call}): {'; '.join(passed_over)}; "
+        f"use {AUTO!r} or another of {names}"
+    )
+
+
+_logged: set[tuple[str, str, str, tuple[str, ...]]] = set()
+
+
+def _log_once(operation: str, chosen: Implementation, why: str, passed_over: tuple[str, ...], call: Call) -> None:
+    """One line for each choice and reason, not for each of the many shapes that end the same way."""
+    key = (operation, chosen.name, why, passed_over)
+    if key not in _logged:
+        _logged.add(key)
+        notes = f"; not {'; not '.join(passed_over)}" if passed_over else ""
+        logger.info("%s runs as %s: %s%s (%s)", operation, chosen.name, why, notes, call)

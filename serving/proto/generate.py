@@ -1,0 +1,39 @@
+"""Makes the Python modules of `jaxpd/v1/*.proto` again: `python -m serving.proto.generate [FOLDER]`.
+
+The compiler is given the repository root as its only root. Made from `serving/proto` instead, the modules would import
+`jaxpd.v1` and collide with the engine's package. Made with grpcio-tools 1.81.1 they run on every protobuf from 6.33.5 to
+7.x; newer tools would shut protobuf 6, and with it other clients' packages, out of the environment.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import pathlib
+import sys
+
+TOOLS_VERSION = "1.81.1"
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+SOURCES = ("serving/proto/jaxpd/v1/inference.proto", "serving/proto/jaxpd/v1/control.proto")
+
+
+def generated_files() -> tuple[str, ...]:
+    """Paths of all generated modules, relative to the repository root."""
+    stems = [source.removesuffix(".proto") for source in SOURCES]
+    return tuple(stem + end for stem in stems for end in ("_pb2.py", "_pb2.pyi", "_pb2_grpc.py"))
+
+
+def generate(out: pathlib.Path = ROOT) -> None:
+    """Writes `generated_files()` below `out`. Raises SystemExit with another grpcio-tools or when a source is broken."""
+    from grpc_tools import protoc
+
+    installed = importlib.metadata.version("grpcio-tools")
+    if installed != TOOLS_VERSION:
+        raise SystemExit(f"grpcio-tools {installed} is installed; pip install grpcio-tools=={TOOLS_VERSION}")
+    arguments = ["protoc", f"-I{ROOT}", f"--python_out={out}", f"--pyi_out={out}", f"--grpc_python_out={out}"]
+    code = protoc.main([*arguments, *(str(ROOT / source) for source in SOURCES)])
+    if code:
+        raise SystemExit(code)
+
+
+if __name__ == "__main__":
+    generate(pathlib.Path(sys.argv[1]) if len(sys.argv) > 1 else ROOT)

@@ -1,0 +1,144 @@
+"""The command as a whole: help, wrong flags, and how errors end."""
+
+from __future__ import annotations
+
+import pathlib
+import re
+import sys
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from jaxpd.cli import backends, generate, main
+from jaxpd.errors import InvalidArgument, ResourceExhausted
+from jaxpd.version import __version__
+
+
+def run(*args: str) -> Result:
+    return CliRunner().invoke(main.app, args, env={"COLUMNS": "200", "TERM": "dumb", "NO_COLOR": "1"})
+
+
+def flags_in_help(command: str) -> set[str]:
+    return set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", run(command, "--help").output))
+
+
+def test_version_and_help() -> None:
+    assert run("--version").output == f"jaxpd {__version__}\n"
+    for args in [(), ("-h",), ("--help",)]:
+        assert all(name in run(*args).output for name in ("serve", "generate", "convert", "env"))
+
+
+@pytest.mark.parametrize(
+    ("command", "flags"),
+    [
+        (
+            "serve",
+            "--prefill-mesh --decode-mesh --host --grpc-port --max-model-len --page-size --max-num-seqs "
+            "--max-num-batched-tokens --kv-memory --dtype --seed --compile-cache --shutdown-timeout "
+            "--max-queued-requests",
+        ),
+        (
+            "generate",
+            "--prompt --prompt-ids --chat --prompt-file --max-tokens --temperature --seed --ignore-eos "
+            "--prefill-mesh --decode-mesh --server --json",
+        ),
+        ("convert", "--dtype"),
+        ("env", "--json"),
+    ],
+)
+def test_the_flags_that_others_build_on(command: str, flags: str) -> None:
+    assert set(flags.split()) <= flags_in_help(command)
+
+
+def test_help_shows_defaults() -> None:
+    help_text = run("serve", "--help").output
+    for default in ("127.0.0.1", "50051", "smollm2-135m", "16", "float32 on CPU"):
+        assert default in help_text
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        (["serv"], "serv"),
+        (["serve", "--mesh-prefill", "8x1"], "--mesh-prefill"),
+        (["generate", "--max-tokens", "many"], "--max-tokens"),
+        (["generate", "a", "b"], "unexpected extra argument"),
+        (["convert", "only-one"], "DST"),
+        (["generate"], "give exactly one of --prompt"),
+        (["generate", "--prompt", "a", "--max-tokens", "0"], "max_tokens=0 must be at least 1"),
+        (["generate", "--prompt", "a", "--temperature", "-1"], "temperature=-1.0 must be between 0"),
+        (["generate", "--prompt", "a", "--temperature", "nan"], "temperature=nan must be between 0"),
+        (["generate", "--prompt", "a", "--seed", "-5"], "seed=-5 must be between 0"),
+        (["generate", "--prompt", "a", "--server", "somewhere"], "--server somewhere must be HOST:PORT"),
+        (["generate", "--prompt", "a", "--server", "h:1", "--prefill-mesh", "8x1"], "--prefill-mesh 8x1 goes with"),
+        (["generate", "tiny", "--prompt", "a", "--server", "h:1"], "MODEL tiny goes with"),
+        (["generate", "--prompt-file", "/none.json"], "--prompt-file /none.json does not exist"),
+        (["serve", "--kv-memory", "much"], "--kv-memory much is not a size"),
+        (["serve", "--page-size", "17"], "--page-size 17 must be a power of two"),
+        (["serve", "--max-num-seqs", "0"], "--max-num-seqs 0 must be at least 1"),
+        (["serve", "--dtype", "float8"], "--dtype float8 must be one of float32, bfloat16"),
+        (["serve", "--grpc-port", "70000"], "--grpc-port 70000 must be"),
+        (["serve", "--shutdown-timeout", "-1"], "--shutdown-timeout -1.0 must be"),
+    ],
+)
+def test_wrong_calls_name_what_is_wrong_and_exit_with_2(args: list[str], says: str) -> None:
+    result = run(*args)
+    assert says in " ".join(result.output.split()) and "Traceback" not in result.output
+    assert result.exit_code == 2
+
+
+def raising(error: BaseException) -> Any:
+    def stand_in(*args: Any, **kwargs: Any) -> Any:
+        raise error
+
+    return stand_in
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "says"),
+    [
+        (InvalidArgument("--prefill-mesh 0x1 must be at least 1x1"), 2, "jaxpd: --prefill-mesh 0x1 must be"),
+        (ResourceExhausted("256 requests wait already"), 1, "jaxpd: 256 requests wait already"),
+        (KeyboardInterrupt(), 130, "jaxpd: interrupted"),
+        (PermissionError(13, "Permission denied", "/root/x"), 1, "Permission denied: '/root/x'"),
+        (KeyError("lm_head"), 1, "internal error, KeyError: 'lm_head'"),
+    ],
+)
+def test_errors_end_as_one_message(monkeypatch: pytest.MonkeyPatch, error: BaseException, code: int, says: str) -> None:
+    monkeypatch.setattr(backends, "local", raising(error))
+    result = run("generate", "--prompt", "a")
+    assert (result.exit_code, result.stdout) == (code, "")
+    assert says in result.stderr and "Traceback" not in result.stderr
+    with_debug = run("--debug", "generate", "--prompt", "a")
+    assert with_debug.exit_code == code and "Traceback" in with_debug.stderr and says in with_debug.stderr
+
+
+def test_ids_stand_in_for_text_that_a_model_without_tokenizer_cannot_give() -> None:
+    assert generate._shown((5, 6), None) == "5 6 "
+    assert generate._shown((5, 6), "ab") == "ab"
+
+
+def test_the_command_name_can_be_typed(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from jaxpd.cli.render import command_name
+
+    folder = tmp_path / ".venv" / "bin"
+    folder.mkdir(parents=True)
+    monkeypatch.setattr(sys, "executable", str(folder / "python"))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert command_name() == "python -m jaxpd"
+    command = folder / "jaxpd"
+    command.write_text("#!/bin/sh\n")
+    command.chmod(0o755)
+    assert command_name() == ".venv/bin/jaxpd"
+    monkeypatch.chdir(folder)
+    assert command_name() == "./jaxpd"
+    monkeypatch.chdir("/")
+    assert command_name() == str(command).lstrip("/")
+    monkeypatch.setenv("PATH", str(folder))
+    assert command_name() == "jaxpd"
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert command_name() == str(command)

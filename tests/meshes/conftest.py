@@ -1,0 +1,50 @@
+"""Fixtures of the mesh tests: counters of host reads and of compilations."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import jax
+import pytest
+from jax._src import array as jax_array
+
+
+class Counter:
+    """How often something happened since the test began."""
+
+    count = 0
+
+
+@pytest.fixture
+def host_reads(monkeypatch: pytest.MonkeyPatch) -> Counter:
+    """Counts arrays that are read into host memory: every such read goes through `ArrayImpl._value`."""
+    counter = Counter()
+    read = jax_array.ArrayImpl._value.fget  # type: ignore[attr-defined]
+
+    def counted(array: jax.Array) -> object:
+        counter.count += 1
+        return read(array)
+
+    monkeypatch.setattr(jax_array.ArrayImpl, "_value", property(counted))
+    return counter
+
+
+_compiling: list[Counter] = []
+
+
+def _listen(event: str, duration: float, **kwargs: object) -> None:
+    if event == "/jax/core/compile/backend_compile_duration":
+        for counter in _compiling:
+            counter.count += 1
+
+
+jax.monitoring.register_event_duration_secs_listener(_listen)
+
+
+@pytest.fixture
+def compilations() -> Iterator[Counter]:
+    """Counts programs that XLA compiles."""
+    counter = Counter()
+    _compiling.append(counter)
+    yield counter
+    _compiling.remove(counter)

@@ -1,0 +1,170 @@
+"""An engine without a model, for tests of what stands in front of it: it answers with the bytes of the prompt, again and
+again. Its interface and its promises are those of `jaxpd.engine.Engine`; `step_s` is the time a step takes."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import tokenizers
+
+from jaxpd.engine import EngineStats, ReplicaStats
+from jaxpd.errors import JaxpdError, ResourceExhausted, Unavailable
+from jaxpd.request import Event, FinishEvent, FinishReason, Request, Timings, TokensEvent, Usage
+from jaxpd.tokenizer import Tokenizer
+from serving.gateway import ServedModel
+
+EOS = 256
+
+
+def byte_tokenizer() -> Tokenizer:
+    """Token i is byte i; 256 is EOS, a special token."""
+    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    shown = {**_bytes_to_unicode()}
+    assert set(shown.values()) == set(alphabet)
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE(vocab={char: byte for byte, char in shown.items()}, merges=[]))
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = tokenizers.decoders.ByteLevel()
+    backend.add_special_tokens([tokenizers.AddedToken("</s>", special=True)])
+    template = "{% for m in messages %}{{ m.role }}:{{ m.content }};{% endfor %}"
+    return Tokenizer(backend, chat_template=template, special_tokens={"eos_token": "</s>"})
+
+
+def _bytes_to_unicode() -> dict[int, str]:
+    """The printable stand-in of each byte in byte-level vocabularies."""
+    kept = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    moved = [b for b in range(256) if b not in kept]
+    return {**{b: chr(b) for b in kept}, **{b: chr(256 + i) for i, b in enumerate(moved)}}
+
+
+def served_model(tokenizer: Tokenizer | None, max_model_len: int = 4096) -> ServedModel:
+    """The model that `ScriptedEngine` plays."""
+    return ServedModel(
+        name="bytes",
+        architecture="scripted",
+        vocab_size=257,
+        max_model_len=max_model_len,
+        eos_token_ids=(EOS,),
+        dtype="float32",
+        page_size=16,
+        meshes={"prefill": ("2x1",), "decode": ("1x2",)},
+        tokenizer=tokenizer,
+    )
+
+
+@dataclasses.dataclass
+class _Running:
+    request: Request
+    made: int = 0
+    aborted: bool = False
+
+
+class ScriptedEngine:
+    """`fail_with` ends a request with an error after `fail_after` tokens, if its prompt starts with the byte `!`."""
+
+    def __init__(
+        self,
+        on_events: Callable[[list[Event]], None],
+        *,
+        step_s: float = 0.0,
+        max_queued: int = 64,
+        fail_with: JaxpdError | None = None,
+        start_s: float = 0.0,
+    ) -> None:
+        self.on_events = on_events
+        self.step_s = step_s
+        self.max_queued = max_queued
+        self.fail_with = fail_with
+        self.start_s = start_s
+        self.submitted: list[Request] = []
+        self.aborts: list[str] = []
+        self.closed = False
+        self._draining = False
+        self._running: dict[str, _Running] = {}
+        self._changed = threading.Condition()
+        self._thread = threading.Thread(target=self._loop, daemon=True)
+
+    def start(self) -> None:
+        time.sleep(self.start_s)
+        self._thread.start()
+
+    def submit(self, request: Request) -> None:
+        with self._changed:
+            if self._draining:
+                raise Unavailable("draining")
+            if len(self._running) >= self.max_queued:
+                raise ResourceExhausted("64 requests wait already", retry_after_s=2.5)
+            self.submitted.append(request)
+            self._running[request.request_id] = _Running(request)
+            self._changed.notify_all()
+
+    def abort(self, request_id: str) -> bool:
+        with self._changed:
+            self.aborts.append(request_id)
+            running = self._running.get(request_id)
+            if running is not None:
+                running.aborted = True
+            return running is not None
+
+    def drain(self, timeout_s: float) -> bool:
+        with self._changed:
+            self._draining = True
+            return self._changed.wait_for(lambda: not self._running, timeout_s)
+
+    def stats(self) -> EngineStats:
+        replicas = [
+            ReplicaStats(role=role, pool=0, replica=r, free_pages=7 + r, num_pages=9, free_slots=1, num_slots=1)
+            for role, count in (("prefill", 1), ("decode", 2))
+            for r in range(count)
+        ]
+        return EngineStats(states={"queued": 1, "decoding": len(self._running)}, replicas=tuple(replicas), staging_bytes=0)
+
+    @property
+    def running(self) -> int:
+        return len(self._running)
+
+    def close(self) -> None:
+        with self._changed:
+            self.closed = True
+            self._changed.notify_all()
+
+    def _loop(self) -> None:
+        while not self.closed:
+            with self._changed:
+                self._changed.wait_for(lambda: self._running or self.closed)
+                events = [event for running in list(self._running.values()) for event in self._step(running)]
+                self._changed.notify_all()
+            self.on_events(events)
+            time.sleep(self.step_s)
+
+    def _step(self, running: _Running) -> list[Event]:
+        request = running.request
+        if running.aborted:
+            return [self._finish(running, FinishReason.ABORT)]
+        failing = self.fail_with is not None and request.prompt_ids[0] == ord("!")
+        if failing and running.made == 2:
+            return [self._finish(running, FinishReason.ERROR, error=self.fail_with)]
+        token = request.prompt_ids[running.made % len(request.prompt_ids)]
+        events: list[Event] = [
+            TokensEvent(request_id=request.request_id, first_index=running.made, token_ids=(token,))
+        ]
+        running.made += 1
+        params = request.params
+        if token in params.stop_token_ids or (token == EOS and not params.ignore_eos):
+            events.append(self._finish(running, FinishReason.STOP, stop_token_id=token))
+        elif running.made == params.max_tokens:
+            events.append(self._finish(running, FinishReason.LENGTH))
+        return events
+
+    def _finish(self, running: _Running, reason: FinishReason, **more: Any) -> FinishEvent:
+        del self._running[running.request.request_id]
+        return FinishEvent(
+            request_id=running.request.request_id,
+            reason=reason,
+            usage=Usage(prompt_tokens=len(running.request.prompt_ids), completion_tokens=running.made),
+            timings=Timings(queue_s=0.0, prefill_s=0.5, ttft_s=0.25),
+            **more,
+        )
