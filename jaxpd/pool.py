@@ -251,6 +251,7 @@ class Pool:
         """Reads a step's tokens; ends, hands off or goes on with each sequence that sampled one."""
         tokens = np.asarray(step.tokens)
         events: list[Event] = []
+        leaving: list[Sequence] = []
         for r, i, seq in step.sampling:
             if seq.state is State.FINISHED:
                 continue
@@ -264,8 +265,10 @@ class Pool:
             elif seq.abort_requested:
                 events.append(self._end(seq, FinishReason.ABORT))
             elif seq in step.staged:
-                self.owner.hand_off(seq, self, step.staged[seq])
+                leaving.append(seq)
         self.owner.emit(events)
+        for seq in leaving:  # after its first token is out: what the decode pool says comes later
+            self.owner.hand_off(seq, self, step.staged[seq])
 
     def _end(
         self, seq: Sequence, reason: FinishReason, *, stop_token: int | None = None, error: JaxpdError | None = None

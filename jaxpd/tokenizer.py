@@ -36,6 +36,8 @@ class Tokenizer:
         eos_token_ids: Iterable[int] = (),
     ) -> None:
         self.backend = backend
+        backend.no_truncation()  # saved with some tokenizers: it would cut prompts without a word
+        backend.no_padding()
         self.chat_template = chat_template
         self.special_tokens = dict(special_tokens or {})
         added = backend.get_added_tokens_decoder()
@@ -58,9 +60,10 @@ class Tokenizer:
         Special tokens spelled out in `text` become those tokens. Raises InvalidArgument for text that is not Unicode.
         """
         try:
-            return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+            text.encode("utf-8")
         except UnicodeEncodeError:
             raise InvalidArgument("text holds half of a surrogate pair, which is no character", field="text") from None
+        return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Text of `ids`; bytes that are no UTF-8 become U+FFFD. Ids outside the vocabulary stand for nothing."""

@@ -53,7 +53,7 @@ class Cut:
         boxes = self.boxes()
         inside = all(0 <= start < stop <= n for box in boxes for (start, stop), n in zip(box, self.shape, strict=True))
         covered = sum(map(volume, boxes))
-        overlap = any(intersect(a, b) for a, b in itertools.combinations(boxes, 2))
+        overlap = any(intersect(a, b) is not None for a, b in itertools.combinations(boxes, 2))
         if not inside or overlap or covered != math.prod(self.shape):
             raise ValueError(
                 f"the boxes of a cut must be equal or disjoint and cover its array of shape {self.shape}, but they are "
@@ -122,7 +122,7 @@ def sharding_cut(sharding: Sharding, shape: tuple[int, ...]) -> Cut:
     for device, slices in sharding.devices_indices_map(shape).items():
         box = tuple(s.indices(n)[:2] for s, n in zip(slices or (), shape, strict=True))
         held.append((Held(box, (0,) * len(shape)),))
-        ids.append(device.id)
+        ids.append(device.id)  # type: ignore[attr-defined]
     return Cut(shape, tuple(held), tuple(ids))
 
 
@@ -156,7 +156,7 @@ def plan(src: Cut, dst: Cut) -> Plan:
     fan_outs: list[Piece] = []
     # those without a choice first, so that the others can avoid the devices they load
     for box in sorted(sinks, key=lambda b: (len(sinks[b]), b)):
-        overlaps = [(s, part) for s in sources if (part := intersect(s, box))]
+        overlaps = [(s, part) for s in sources if (part := intersect(s, box)) is not None]
         overlaps.sort(key=lambda o: (len(sources[o[0]]), o[1]))
         near = {src_ids[i] for s, _ in overlaps for i, _ in sources[s]}
         receiver, slot = min(sinks[box], key=lambda d: (dst_ids[d[0]] not in near, received[d[0]], d[0]))

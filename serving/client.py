@@ -10,7 +10,7 @@ Leaving a stream early, by `break`, an exception or Ctrl-C, cancels the call, an
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncGenerator, AsyncIterator, Generator, Iterator
+from collections.abc import AsyncGenerator, Generator, Iterator
 from types import TracebackType
 from typing import Any
 
@@ -39,8 +39,7 @@ _OPTIONS = (
     ("grpc.http2.max_pings_without_data", 0),
 )
 _CLASSES: dict[str, type[JaxpdError]] = {
-    cls.code: cls
-    for cls in (InvalidArgument, NotFound, ResourceExhausted, FailedPrecondition, Unavailable, Internal)
+    cls.code: cls for cls in (InvalidArgument, NotFound, ResourceExhausted, FailedPrecondition, Unavailable, Internal)
 }
 
 
@@ -117,7 +116,7 @@ class AsyncClient:
             return answer_from_proto(await call)
 
     async def stream(self, request: GenerateRequest) -> AsyncGenerator[Message, None]:
-        """One Understood, Tokens, one Finished. Raises JaxpdError, also half way. Use `contextlib.aclosing` to leave early."""
+        """One Understood, Tokens, one Finished. Raises JaxpdError, also half way. Leave it by `aclosing`."""
         with _readable_errors(self._server):
             call = self._inference.GenerateStream(request_to_proto(request), timeout=self._timeout_s)
             try:

@@ -9,7 +9,8 @@ import grpc
 
 from jaxpd.errors import InvalidArgument
 from jaxpd.version import __version__
-from serving.gateway import DEFAULT_MAX_TOKENS, Gateway, ServedModel, State
+from serving.gateway import DEFAULT_MAX_TOKENS, Gateway, State
+from serving.model import ServedModel
 from serving.proto.jaxpd.v1 import control_pb2 as pb
 from serving.proto.jaxpd.v1 import control_pb2_grpc
 from serving.wire import refuse_unknown_fields

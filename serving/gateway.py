@@ -7,45 +7,56 @@
                                        v            | one call_soon_threadsafe a step
                                     Engine --on_events (a pool's thread)
 
-Every request is one record in `_live`, from the first check until the engine's FinishEvent, so that an id is never used
-twice at once. The tokens a slow reader has not fetched wait in its record as one flat list, at most `max_tokens` long;
-the next message takes all of them. Whoever leaves a stream early (cancelled, failed) aborts its request in `finally`.
+Every request is one `Live` record, from the first check until the engine's FinishEvent, so that an id is never used
+twice at once. Whoever leaves a stream early (cancelled, failed) aborts its request in `finally`.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import enum
 import secrets
 import time
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator
 from typing import TYPE_CHECKING, Protocol
 
 from jaxpd.errors import InvalidArgument, Unavailable
-from jaxpd.request import MAX_SEED, Event, FinishEvent, FinishReason, Request, SamplingParams, Timings, TokensEvent, Usage
-from jaxpd.text import TextStream, to_prompt_ids
-from jaxpd.tokenizer import Tokenizer
+from jaxpd.request import (
+    MAX_SEED,
+    Event,
+    FinishEvent,
+    FinishReason,
+    Request,
+    SamplingParams,
+    Timings,
+    TokensEvent,
+    Usage,
+)
+from jaxpd.text import to_prompt_ids
 from serving.messages import (
     Answer,
     Finished,
     GenerateRequest,
     Message,
-    Tokens,
     Understood,
     check_request_id,
     collect,
     new_request_id,
     shown,
 )
+from serving.model import ServedModel
+from serving.stream import Live, Reader
 
 if TYPE_CHECKING:
     from jaxpd.engine import EngineStats
 
 DEFAULT_MAX_TOKENS = SamplingParams().max_tokens
-# Longer prompts are tokenized in a thread: about a millisecond of work, below which the hop costs more than it saves.
+# Longer prompts are tokenized in a thread, so that nobody's tokens wait for it.
 LONG_PROMPT = 4096  # characters
+MESSAGE_SIZE = 64  # characters that one chat message counts for by itself
+# Searched in Python for every token; without bounds one request could hold up all others.
+MAX_STOP_STRINGS, MAX_STOP_CHARACTERS, MAX_STOP_TOKEN_IDS = 64, 1024, 1024
 
 
 class Engine(Protocol):
@@ -56,40 +67,12 @@ class Engine(Protocol):
     def stats(self) -> EngineStats: ...
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ServedModel:
-    """What the fronts know of the model. `tokenizer` is None for one that speaks token ids only."""
-
-    name: str
-    architecture: str
-    vocab_size: int
-    max_model_len: int
-    eos_token_ids: tuple[int, ...]
-    dtype: str
-    page_size: int
-    meshes: Mapping[str, tuple[str, ...]]  # role -> the mesh spec of each of its pools
-    tokenizer: Tokenizer | None
-
-
 class State(enum.Enum):
     """Whether requests are taken."""
 
     STARTING = "starting"
     READY = "ready"
     DRAINING = "draining"
-
-
-class _Live:
-    """One request between its check and its FinishEvent."""
-
-    def __init__(self, request_id: str) -> None:
-        self.request_id = request_id
-        self.submitted = False
-        self.aborted = False  # by abort(), before it was submitted
-        self.left = False  # nobody reads any more
-        self.pending: list[int] = []
-        self.finish: FinishEvent | None = None
-        self.wake = asyncio.Event()
 
 
 class Gateway:
@@ -100,7 +83,7 @@ class Gateway:
         self._state = State.STARTING
         self._engine: Engine | None = None
         self._model: ServedModel | None = None
-        self._live: dict[str, _Live] = {}
+        self._live: dict[str, Live] = {}
         self._readers = 0
         self._nobody_reads = asyncio.Event()
         self._nobody_reads.set()
@@ -177,7 +160,7 @@ class Gateway:
                 usage = Usage(prompt_tokens=understood.prompt_tokens, completion_tokens=0)
                 yield Finished(reason=FinishReason.ABORT, usage=usage, timings=Timings())
                 return
-            reader = _Reader(live, understood, model)
+            reader = Reader(live, understood, model)
             while not finished:
                 await live.wake.wait()
                 live.wake.clear()
@@ -208,21 +191,21 @@ class Gateway:
         assert self._engine is not None
         return self._engine, model
 
-    def _register(self, asked_id: str | None) -> _Live:
+    def _register(self, asked_id: str | None) -> Live:
         if asked_id is not None:
             check_request_id(asked_id)
             if asked_id in self._live:
                 raise InvalidArgument(
-                    f"request_id={shown(asked_id)} is in use by a request that still runs; take another one or leave it out",
+                    f"request_id={shown(asked_id)} is in use by a running request; take another one or leave it out",
                     field="request_id",
                 )
-        live = _Live(asked_id if asked_id is not None else new_request_id())
+        live = Live(asked_id if asked_id is not None else new_request_id())
         self._live[live.request_id] = live
         self._readers += 1
         self._nobody_reads.clear()
         return live
 
-    def _leave(self, live: _Live) -> None:
+    def _leave(self, live: Live) -> None:
         """The reader is gone, for whatever reason; what still runs is aborted."""
         live.left = True
         live.pending = []
@@ -232,7 +215,7 @@ class Gateway:
         if not live.submitted or live.finish is not None:
             self._live.pop(live.request_id, None)
             return
-        # The record stays until the FinishEvent: were the id free before, a late one could end a new request of that name.
+        # The record stays until the FinishEvent: were the id free, a late one could end a new request of that id.
         assert self._engine is not None
         self._engine.abort(live.request_id)
 
@@ -240,6 +223,7 @@ class Gateway:
         self, asked: GenerateRequest, model: ServedModel, request_id: str, arrival_s: float
     ) -> tuple[Understood, Request]:
         """Fills in every option and tokenizes. Raises InvalidArgument."""
+        _check_sizes(asked, model)
         _check_response(asked, model)
         if _prompt_characters(asked) > LONG_PROMPT:
             prompt_ids = await asyncio.to_thread(_tokenize, asked, model)
@@ -294,73 +278,21 @@ class Gateway:
             live.wake.set()
 
 
-class _Reader:
-    """Turns what waits in a record into messages: text, stop strings, the finish."""
-
-    def __init__(self, live: _Live, understood: Understood, model: ServedModel) -> None:
-        params = understood.params
-        self._live = live
-        self._understood = understood
-        self._hidden = set(params.stop_token_ids) | (set() if params.ignore_eos else set(model.eos_token_ids))
-        self._text: TextStream | None = None
-        if understood.want_text or params.stop:
-            assert model.tokenizer is not None
-            self._text = TextStream(model.tokenizer, stop=params.stop)
-        self._count = 0
-        self.stop_string: str | None = None
-
-    def read(self) -> list[Message]:
-        """Everything there is to say now. After a stop string: nothing but the finish, once the engine has sent it."""
-        live, messages = self._live, list[Message]()
-        ids, live.pending = live.pending, []
-        if self.stop_string is None:
-            ids, text = self._push(ids)
-            if live.finish is not None and self._text is not None and self.stop_string is None:
-                text += self._text.finish()
-                self.stop_string = self._text.stop_string
-            if ids or text:
-                messages.append(
-                    Tokens(
-                        first_index=self._count,
-                        count=len(ids),
-                        token_ids=tuple(ids) if self._understood.want_token_ids else (),
-                        text=text if self._understood.want_text else None,
-                    )
-                )
-            self._count += len(ids)
-        if live.finish is not None:
-            messages.append(self._finished(live.finish))
-        return messages
-
-    def _push(self, ids: list[int]) -> tuple[list[int], str]:
-        """The ids that belong to the answer (fewer after a stop string) and the text that became certain."""
-        if self._text is None:
-            return ids, ""
-        if not self._understood.params.stop:
-            return ids, self._text.push([i for i in ids if i not in self._hidden])
-        texts = []
-        for index, token in enumerate(ids):  # one by one, to find the token that completed the stop string
-            if token in self._hidden:
-                continue
-            texts.append(self._text.push([token]))
-            if self._text.stopped:
-                self.stop_string = self._text.stop_string
-                return ids[: index + 1], "".join(texts)
-        return ids, "".join(texts)
-
-    def _finished(self, event: FinishEvent) -> Finished:
-        if self.stop_string is None:
-            return Finished(
-                reason=event.reason,
-                usage=event.usage,
-                timings=event.timings,
-                stop_token_id=event.stop_token_id,
-                error=event.error,
-            )
-        usage = Usage(prompt_tokens=event.usage.prompt_tokens, completion_tokens=self._count)
-        return Finished(
-            reason=FinishReason.STOP, usage=usage, timings=event.timings, stop_string=self.stop_string
+def _check_sizes(asked: GenerateRequest, model: ServedModel) -> None:
+    """Refuses what would take long even to look at."""
+    if asked.token_ids is not None and len(asked.token_ids) > model.max_model_len:
+        raise InvalidArgument(
+            f"prompt has {len(asked.token_ids)} tokens, above the limit of {model.max_model_len} (--max-model-len)",
+            field="prompt",
         )
+    longest = max((len(stop) for stop in asked.stop), default=0)
+    for field, count, limit, what in (
+        ("stop", len(asked.stop), MAX_STOP_STRINGS, "{} strings"),
+        ("stop", longest, MAX_STOP_CHARACTERS, "a string of {} characters"),
+        ("stop_token_ids", len(asked.stop_token_ids), MAX_STOP_TOKEN_IDS, "{} ids"),
+    ):
+        if count > limit:
+            raise InvalidArgument(f"{field} holds {what.format(count)}, the limit is {limit}", field=field)
 
 
 def _check_response(asked: GenerateRequest, model: ServedModel) -> None:
@@ -376,7 +308,7 @@ def _check_response(asked: GenerateRequest, model: ServedModel) -> None:
 def _prompt_characters(asked: GenerateRequest) -> int:
     if asked.text is not None:
         return len(asked.text)
-    return sum(len(str(entry.get("content", ""))) for entry in asked.chat or ())
+    return sum(MESSAGE_SIZE + len(str(entry.get("content", ""))) for entry in asked.chat or ())
 
 
 def _tokenize(asked: GenerateRequest, model: ServedModel) -> tuple[int, ...]:

@@ -1,19 +1,15 @@
 """The gRPC front: services, error statuses, health, reflection and the port.
 
-Each call is one task. A client that cancels, leaves or runs into its deadline ends that task with CancelledError, wherever
-it waits; the gateway's stream is closed on the way out, and that aborts the request. The streaming handlers write to the
-context themselves and are no generators, because a generator that is cancelled while its message is being written
-is closed by the garbage collector, some time.
+Each call is one task. A client that cancels, leaves or runs into its deadline ends that task with CancelledError,
+wherever it waits; the gateway's stream is closed on the way out, and that aborts the request. The streaming handler
+writes to the context itself and is no generator, because a generator that is cancelled while its message is being
+written is closed by the garbage collector, some time.
 """
 
 from __future__ import annotations
 
 import contextlib
-import errno
-import ipaddress
 import logging
-import socket
-import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -22,11 +18,12 @@ from google.protobuf.message import DecodeError
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from jaxpd.errors import FailedPrecondition, InvalidArgument, JaxpdError, ResourceExhausted
-from serving.gateway import Gateway
+from jaxpd.errors import InvalidArgument, JaxpdError, ResourceExhausted
 from serving.control import ControlServicer
+from serving.gateway import Gateway
 from serving.health import Health
 from serving.messages import Finished, check_request_id, new_request_id
+from serving.ports import addresses, bind_error, check_port
 from serving.proto.jaxpd.v1 import control_pb2, control_pb2_grpc, inference_pb2, inference_pb2_grpc
 from serving.wire import answer_to_proto, message_to_proto, request_from_proto
 
@@ -63,24 +60,20 @@ class GrpcFront:
         control_pb2_grpc.add_ControlServicer_to_server(ControlServicer(gateway), self._server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         health_service = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
-        reflection.enable_server_reflection(
-            (SERVICE, CONTROL, health_service, reflection.SERVICE_NAME), self._server
-        )
+        reflection.enable_server_reflection((SERVICE, CONTROL, health_service, reflection.SERVICE_NAME), self._server)
 
     def bind(self, host: str, port: int) -> int:
         """Takes the port (0: any free one) on every address of `host`, and returns it.
 
         Raises InvalidArgument for a host or port that cannot be, FailedPrecondition for one that cannot be had.
         """
-        if not 0 <= port <= 65535:
-            raise InvalidArgument(f"--grpc-port {port} must be between 0 (any free port) and 65535", field="grpc_port")
-        bound = port
-        for address in _addresses(host):
+        check_port(port)
+        for address in addresses(host):
             try:
-                bound = self._server.add_insecure_port(f"{address}:{bound}")
+                port = self._server.add_insecure_port(f"{address}:{port}")
             except RuntimeError:
-                raise _bind_error(host, address.strip("[]"), bound) from None
-        return bound
+                raise bind_error(host, address.strip("[]"), port) from None
+        return port
 
     async def start(self) -> None:
         """Starts to answer: live, not ready."""
@@ -108,9 +101,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         """The whole answer."""
         return answer_to_proto(await self._gateway.generate(request_from_proto(request)))
 
-    async def GenerateStream(
-        self, request: inference_pb2.GenerateRequest, context: grpc.aio.ServicerContext
-    ) -> None:
+    async def GenerateStream(self, request: inference_pb2.GenerateRequest, context: grpc.aio.ServicerContext) -> None:
         """The answer as it comes."""
         async with contextlib.aclosing(self._gateway.stream(request_from_proto(request))) as messages:
             async for message in messages:
@@ -184,60 +175,3 @@ def _parse_or_error(parse: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
             return error
 
     return parse_or_error
-
-
-def _addresses(host: str) -> list[str]:
-    """Numeric addresses of `host`, in brackets for IPv6. A name is resolved here, so that all of its addresses are taken
-    and no others."""
-    with contextlib.suppress(ValueError):
-        address = ipaddress.ip_address(host)
-        return [f"[{address}]" if address.version == 6 else str(address)]
-    try:
-        found = socket.getaddrinfo(host or None, 0, type=socket.SOCK_STREAM)
-    except (OSError, UnicodeError) as error:
-        raise FailedPrecondition(
-            f"--host {host} has no address ({error}); use an address of this machine, such as 127.0.0.1", field="host"
-        ) from None
-    numeric = [(family, info[0]) for family, _, _, _, info in found]
-    usable = [str(a) if f == socket.AF_INET else f"[{a}]" for f, a in dict.fromkeys(numeric) if _is_here(f, str(a))]
-    if not usable:
-        raise FailedPrecondition(
-            f"--host {host} is {numeric[0][1]}, no address of this machine; use one of its own, such as 127.0.0.1, or "
-            "0.0.0.0 for all of them",
-            field="host",
-        )
-    return usable
-
-
-def _is_here(family: int, address: str) -> bool:
-    """False for an address this machine does not have, such as ::1 where IPv6 is off."""
-    return _probe(family, address, 0) not in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
-
-
-def _probe(family: int, address: str, port: int) -> int:
-    """errno of binding there, 0 if it works."""
-    try:
-        with socket.socket(family, socket.SOCK_STREAM) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind((address, port))
-    except OSError as error:
-        return error.errno or errno.EINVAL
-    return 0
-
-
-def _bind_error(host: str, address: str, port: int) -> FailedPrecondition:
-    code = _probe(socket.AF_INET6 if ":" in address else socket.AF_INET, address, port)
-    if code == errno.EADDRNOTAVAIL:
-        return FailedPrecondition(
-            f"--host {host} is no address of this machine; use one of its own, such as 127.0.0.1, or 0.0.0.0 for all",
-            field="host",
-        )
-    if code == errno.EACCES:
-        return FailedPrecondition(
-            f"--grpc-port {port} needs rights that this user does not have; use one from 1024 up", field="grpc_port"
-        )
-    why = "is in use" if code in (errno.EADDRINUSE, 0) else f"cannot be bound (error {errno.errorcode.get(code, code)})"
-    return FailedPrecondition(
-        f"--grpc-port {port} on --host {host} {why}; stop what listens there or use another port (0: any free one)",
-        field="grpc_port",
-    )

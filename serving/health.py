@@ -56,4 +56,5 @@ class Health(health_pb2_grpc.HealthServicer):
                 await context.write(health_pb2.HealthCheckResponse(status=status))
                 last = status
             async with self._changed:
-                await self._changed.wait_for(lambda: self._closed or self._status(request.service) != last)
+                while not self._closed and self._status(request.service) == last:
+                    await self._changed.wait()

@@ -57,8 +57,8 @@ class Understood:
 class Tokens:
     """`count` new tokens; `first_index` is the output index of the first.
 
-    `token_ids` is empty and `text` None where they were not asked for. `text` is what became certain; the last of it may
-    come with `count` 0.
+    `token_ids` is empty and `text` None where they were not asked for. `text` is what became certain; the last of it
+    may come with `count` 0.
     """
 
     first_index: int

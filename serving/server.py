@@ -2,9 +2,9 @@
 
     bind -> live -> (engine starts in a thread) -> ready -> signal -> not ready -> drain -> stop -> close -> return
 
-The port is bound before the model is loaded, so that a port in use costs no minute of loading and a probe gets an answer
-all the while. The first SIGTERM or SIGINT drains. From then on both signals have their default effect: the second one
-ends the process at once, whatever it is busy with.
+The port is bound before the model is loaded, so that a port in use costs no minute of loading and a probe gets an
+answer all the while. The first SIGTERM or SIGINT drains. From then on both signals have their default effect: the
+second one ends the process at once, whatever it is busy with.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from jaxpd.errors import NotFound
 from jaxpd.request import Event
-from serving.gateway import Gateway, ServedModel
+from serving.gateway import Gateway
 from serving.grpc_server import GrpcFront
+from serving.model import served_model
 
 if TYPE_CHECKING:
     from jaxpd.engine import Engine
@@ -46,9 +46,9 @@ async def serve(
 ) -> None:
     """Serves until a signal or until `stop` is set, then drains for at most `shutdown_timeout` seconds.
 
-    `make_engine` is called in a thread with the function that takes the engine's events, and the engine is started there.
-    `on_ready` is called with the port that was bound. With `stop` given no signal is touched (notebooks, tests, threads).
-    Raises JaxpdError when the port cannot be had or the engine cannot start.
+    `make_engine` is called in a thread with the function that takes the engine's events, and the engine is started
+    there. `on_ready` is called with the port that was bound. With `stop` given no signal is touched (notebooks, tests,
+    threads). Raises JaxpdError when the port cannot be had or the engine cannot start.
     """
     gateway = Gateway()
     front = GrpcFront(gateway)
@@ -94,33 +94,8 @@ async def _drain(gateway: Gateway, front: GrpcFront, engine: Engine, timeout_s: 
     await front.stop(LAST_MESSAGES_S)
 
 
-def served_model(engine: Engine) -> ServedModel:
-    """What the fronts need to know of an engine that has started."""
-    checkpoint = engine.checkpoint
-    try:
-        tokenizer = checkpoint.tokenizer()
-    except NotFound as error:
-        logger.warning("%s", error)
-        tokenizer = None
-    config = checkpoint.config
-    return ServedModel(
-        name=checkpoint.name,
-        architecture=config.architecture,
-        vocab_size=config.vocab_size,
-        max_model_len=engine.limits.max_model_len,
-        eos_token_ids=config.eos_token_ids,
-        dtype=engine.limits.dtype,
-        page_size=engine.limits.page_size,
-        meshes={
-            "prefill": tuple(str(pool.spec) for pool in engine.limits.prefill),
-            "decode": tuple(str(pool.spec) for pool in engine.limits.decode),
-        },
-        tokenizer=tokenizer,
-    )
-
-
 def _start_in_thread(make_engine: MakeEngine, on_events: OnEvents) -> asyncio.Future[Engine]:
-    """Makes and starts the engine in a daemon thread: one of a pool would be waited for by a process that wants to end."""
+    """Makes and starts the engine in a daemon thread: a process that wants to end would wait for one of a pool."""
     loop = asyncio.get_running_loop()
     future: asyncio.Future[Engine] = loop.create_future()
 

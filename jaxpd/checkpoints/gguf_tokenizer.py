@@ -14,7 +14,7 @@ import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
 from jaxpd.checkpoints.gguf import eos_token_ids
-from jaxpd.errors import InvalidArgument, NotFound
+from jaxpd.errors import InvalidArgument, JaxpdError, NotFound
 from jaxpd.tokenizer import Tokenizer
 
 _UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4
@@ -34,6 +34,15 @@ def tokenizer_from_gguf(metadata: dict[str, Any], *, where: str) -> Tokenizer:
     tokens = metadata.get("tokenizer.ggml.tokens")
     if not tokens:
         raise NotFound(f"{where} holds no tokenizer, so the model takes and gives token ids only")
+    try:
+        return _build(metadata, tokens, where)
+    except JaxpdError:
+        raise
+    except Exception as error:  # the `tokenizers` package raises plain Exception on merges that do not fit
+        raise InvalidArgument(f"{where} holds a tokenizer that makes no sense: {error}; fetch it again") from error
+
+
+def _build(metadata: dict[str, Any], tokens: list[str], where: str) -> Tokenizer:
     types = metadata.get("tokenizer.ggml.token_type")
     types = np.ones(len(tokens), np.int32) if types is None else np.asarray(types)
     if len(types) != len(tokens):

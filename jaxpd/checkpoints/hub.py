@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-import threading
 from pathlib import Path
 
+from jaxpd.checkpoints.heartbeat import heartbeat
 from jaxpd.errors import FailedPrecondition, JaxpdError, NotFound, Unavailable
 from jaxpd.progress import Progress
 
@@ -13,7 +13,6 @@ _ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _PATTERNS = ["*.json", "*.safetensors", "*.jinja"]
 # The same weights a second time in other layouts, and adapters that are not the model.
 _IGNORED = ["original/*", "consolidated*.safetensors", "*/*"]
-_HEARTBEAT_S = 3.0
 
 
 def is_hub_id(model: str) -> bool:
@@ -30,26 +29,15 @@ def fetch_from_hub(model: str, *, progress: Progress) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError
 
-    with progress.stage(f"fetching {model} from the Hugging Face hub") as stage:
-        done = threading.Event()
-
-        def heartbeat() -> None:
-            waited = 0.0
-            while not done.wait(_HEARTBEAT_S):
-                waited += _HEARTBEAT_S
-                stage.advance(0.0, f"{waited:.0f} s")
-
-        beat = threading.Thread(target=heartbeat, name="jaxpd-hub-heartbeat", daemon=True)
-        beat.start()
+    with progress.stage(f"fetching {model} from the Hugging Face hub") as stage, heartbeat(stage):
         try:
             return Path(snapshot_download(model, allow_patterns=_PATTERNS, ignore_patterns=_IGNORED))
-        except HfHubHTTPError as error:
-            raise _http(model, error.response.status_code) from error
         except Exception as error:  # its HTTP client is an implementation detail, and so are that client's errors
+            # What the hub answered may be wrapped in "not in the local cache".
+            answer = next((e for e in (error, error.__cause__) if isinstance(e, HfHubHTTPError)), None)
+            if answer is not None:
+                raise _http(model, answer.response.status_code) from error
             raise _other(model, error) from error
-        finally:
-            done.set()
-            beat.join()
 
 
 def _http(model: str, status: int) -> JaxpdError:

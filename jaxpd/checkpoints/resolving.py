@@ -37,7 +37,7 @@ def resolve(model: str, *, cache_dir: Path | None = None, progress: Progress) ->
 
 
 def open_path(path: Path) -> Checkpoint:
-    """The checkpoint in a GGUF file, or in a folder: Hugging Face's, that of `jaxpd convert`, or one GGUF file in it."""
+    """The checkpoint in a GGUF file, or a folder: Hugging Face's, that of `jaxpd convert`, or one with a GGUF file."""
     if path.is_file():
         if path.suffix in (".safetensors", ".json"):
             raise InvalidArgument(

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from jaxpd.cli.prompts import Prompt
 from jaxpd.cli.render import Result
-from jaxpd.errors import JaxpdError
+from jaxpd.errors import InvalidArgument, JaxpdError
 from jaxpd.progress import Progress
 from jaxpd.request import FinishReason, SamplingParams, Timings, Usage
 
@@ -44,7 +44,7 @@ def failed(error: JaxpdError) -> Result:
 
 
 @contextlib.contextmanager
-def local(model: str, progress: Progress, **config: Any) -> Iterator[Backend]:
+def local(model: str, progress: Progress, config: dict[str, Any]) -> Iterator[Backend]:
     """An engine in this process; `config` are fields of `EngineConfig`."""
     from jaxpd.llm import LLM
 
@@ -53,11 +53,15 @@ def local(model: str, progress: Progress, **config: Any) -> Iterator[Backend]:
 
 
 @contextlib.contextmanager
-def remote(address: str) -> Iterator[Backend]:
-    """A server at "host:port"."""
+def remote(address: str, model: str | None) -> Iterator[Backend]:
+    """A server at "host:port". Raises InvalidArgument where `model` is given and not the one it serves."""
     from serving.client import Client
 
     with Client(address) as client:
+        if model is not None and (served := client.model_info().name) != model:
+            raise InvalidArgument(
+                f"MODEL {model} is not what --server {address} serves, that is {served}; leave MODEL out", field="model"
+            )
         yield _Remote(client)
 
 

@@ -7,7 +7,7 @@ import json
 import pathlib
 import sys
 from collections.abc import Sequence
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -80,48 +80,64 @@ def generate(
     ] = False,
     prefill_mesh: options.PrefillMesh = None,
     decode_mesh: options.DecodeMesh = None,
+    max_model_len: options.MaxModelLen = None,
+    page_size: options.PageSize = None,
+    max_num_seqs: options.MaxNumSeqs = None,
+    max_num_batched_tokens: options.MaxNumBatchedTokens = None,
+    kv_memory: options.KvMemory = None,
     dtype: options.Dtype = None,
+    compile_cache: options.CompileCache = None,
 ) -> None:
     """Generate text from prompts, in this process or on a server."""
     params = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed, ignore_eos=ignore_eos)
     params.validate(vocab_size=ANY_VOCAB)
     inputs = prompts.from_flags(prompt, prompt_ids, chat, prompt_file)
-    options.check_meshes(prefill_mesh, decode_mesh)
-    with _backend(server, model, prefill_mesh=prefill_mesh, decode_mesh=decode_mesh, dtype=dtype) as backend:
+    engine = options.engine_fields(
+        prefill_mesh=prefill_mesh,
+        decode_mesh=decode_mesh,
+        max_model_len=max_model_len,
+        page_size=page_size,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        kv_memory=kv_memory,
+        dtype=dtype,
+        compile_cache=compile_cache,
+    )
+    with _backend(server, model, engine) as backend:
         if not as_json and len(inputs) == 1:
             results = [_stream(backend, inputs[0], params)]
         else:
             results = backend.generate(inputs, params)
     if as_json:
         objects = [result_json(result) for result in results]
-        print(json.dumps(objects if prompt_file is not None else objects[0], indent=2), flush=True)
+        print(json.dumps(objects if prompt_file is not None else objects[0]), flush=True)
     elif len(inputs) > 1:
         for i, result in enumerate(results):
             print(f"--- prompt {i}\n{_shown(result.token_ids, result.text)}", flush=True)
     for item, result in zip(inputs, results, strict=True):
-        failure = f"error: {result.error}" if result.error else None
-        if failure or not as_json:
-            print(f"{item.label}: {failure or summary(result)}", file=sys.stderr)
+        where = f"{item.label}: " if prompt_file is not None else ""
+        if result.error is not None:
+            print(f"{where}error: {result.error}", file=sys.stderr)
+        elif not as_json:
+            print(f"{where}{summary(result)}", file=sys.stderr)
     errors = [result.error for result in results if result.error is not None]
     if errors:
         raise typer.Exit(errors[0].exit_code)
 
 
 def _backend(
-    server: str | None, model: str | None, **engine: str | None
+    server: str | None, model: str | None, engine: dict[str, Any]
 ) -> contextlib.AbstractContextManager[backends.Backend]:
     """The backend that the flags name. Raises InvalidArgument for engine flags beside --server."""
     if server is None:
-        return backends.local(model or options.DEFAULT_MODEL, console_progress(), **engine)
-    flags = {"MODEL": model} | {f"--{name.replace('_', '-')}": value for name, value in engine.items()}
-    for flag, value in flags.items():
-        if value is not None:
-            raise InvalidArgument(
-                f"{flag} {value} goes with an engine in this process, not with --server {server}: "
-                "the server's model and meshes were chosen when it was started; leave it out",
-                field=flag.strip("-").replace("-", "_").lower(),
-            )
-    return backends.remote(options.parse_address(server))
+        return backends.local(model or options.DEFAULT_MODEL, console_progress(), engine)
+    if engine:
+        flags = ", ".join(f"--{name.replace('_', '-')}" for name in engine)
+        raise InvalidArgument(
+            f"{flags} cannot go with --server {server}, whose meshes and limits were chosen at its start; leave it out",
+            field=next(iter(engine)),
+        )
+    return backends.remote(options.parse_address(server), model)
 
 
 def _stream(backend: backends.Backend, prompt: prompts.Prompt, params: SamplingParams) -> Result:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pathlib
 import re
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from jaxpd.config import DTYPES
+from jaxpd.config import DTYPES, EngineConfig
 from jaxpd.errors import InvalidArgument
 from meshes.spec import parse_mesh_specs
 
@@ -60,8 +60,20 @@ def parse_address(text: str, *, flag: str = "--server") -> str:
     return text
 
 
-def check_meshes(prefill_mesh: str | None, decode_mesh: str | None) -> None:
-    """Raises InvalidArgument for a mesh spec that does not parse, before a model is fetched for it."""
+def engine_fields(*, kv_memory: str | None, **fields: Any) -> dict[str, Any]:
+    """The fields of `EngineConfig` that were given, checked as far as they can be before a model is fetched for them.
+
+    Raises InvalidArgument for a size, a mesh spec or a value that is out of range.
+    """
+    given = {name: value for name, value in fields.items() if value is not None}
+    if kv_memory is not None:
+        given["kv_memory"] = parse_size(kv_memory)
+    EngineConfig(**given)
+    _check_meshes(given.get("prefill_mesh"), given.get("decode_mesh"))
+    return given
+
+
+def _check_meshes(prefill_mesh: str | None, decode_mesh: str | None) -> None:
     for flag, text in (("--prefill-mesh", prefill_mesh), ("--decode-mesh", decode_mesh)):
         if text is not None:
             try:
@@ -101,7 +113,13 @@ MaxModelLen = Annotated[
     ),
 ]
 PageSize = Annotated[
-    int, typer.Option(metavar="TOKENS", help="Tokens in one page of the KV cache.", rich_help_panel=LIMITS)
+    int | None,
+    typer.Option(
+        metavar="TOKENS",
+        help="Tokens in one page of the KV cache.",
+        show_default=str(EngineConfig.page_size),
+        rich_help_panel=LIMITS,
+    ),
 ]
 MaxNumSeqs = Annotated[
     int | None,

@@ -17,7 +17,7 @@ from jaxpd.errors import InvalidArgument
 from jaxpd.version import __version__
 
 if TYPE_CHECKING:
-    from jaxpd.limits import Limits, PoolLimits
+    from jaxpd.limits import Limits
 
 
 def serve(
@@ -42,7 +42,7 @@ def serve(
         ),
     ] = 30.0,
     max_model_len: options.MaxModelLen = None,
-    page_size: options.PageSize = EngineConfig.page_size,
+    page_size: options.PageSize = None,
     max_num_seqs: options.MaxNumSeqs = None,
     max_num_batched_tokens: options.MaxNumBatchedTokens = None,
     kv_memory: options.KvMemory = None,
@@ -61,22 +61,21 @@ def serve(
         raise InvalidArgument(
             f"--shutdown-timeout {shutdown_timeout} must be 0 (stop at once) or more seconds", field="shutdown_timeout"
         )
-    config = EngineConfig(
+    engine = options.engine_fields(
         prefill_mesh=prefill_mesh,
         decode_mesh=decode_mesh,
         max_model_len=max_model_len,
         page_size=page_size,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
-        kv_memory=options.parse_size(kv_memory) if kv_memory is not None else None,
+        kv_memory=kv_memory,
         max_queued_requests=max_queued_requests,
         dtype=dtype,
         seed=seed,
         compile_cache=compile_cache,
     )
-    options.check_meshes(prefill_mesh, decode_mesh)
     _log_to_stderr()
-    _run(model, config, host=host, grpc_port=grpc_port, shutdown_timeout=shutdown_timeout)
+    _run(model, EngineConfig(**engine), host=host, grpc_port=grpc_port, shutdown_timeout=shutdown_timeout)
 
 
 def _run(model: str, config: EngineConfig, *, host: str, grpc_port: int, shutdown_timeout: float) -> None:
@@ -105,7 +104,8 @@ def _run(model: str, config: EngineConfig, *, host: str, grpc_port: int, shutdow
 
 def banner(limits: Limits, host: str, port: int, ready_s: float) -> list[str]:
     """What a person sees when the server is ready; the last line is the one to type in another terminal."""
-    meshes = [f"{role} on {', '.join(str(pool.spec) for pool in pools)}" for role, pools in _roles(limits)]
+    roles = {"prefill": limits.prefill, "decode": limits.decode}
+    meshes = [f"{role} on {','.join(str(pool.spec) for pool in pools)}" for role, pools in roles.items()]
     address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     # An address that means "all of them" is none to connect to.
     reached = f"127.0.0.1:{port}" if host == "0.0.0.0" else f"[::1]:{port}" if host == "::" else address
@@ -117,10 +117,6 @@ def banner(limits: Limits, host: str, port: int, ready_s: float) -> list[str]:
         f'    {command_name()} generate --server {reached} --prompt "The capital of France is"',
         "",
     ]
-
-
-def _roles(limits: Limits) -> list[tuple[str, tuple[PoolLimits, ...]]]:
-    return [("prefill", limits.prefill), ("decode", limits.decode)]
 
 
 def _log_to_stderr() -> None:

@@ -95,18 +95,44 @@ class ModelConfig:
         q, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         layer = self.hidden_size * (q + 2 * kv) + q * self.hidden_size + 3 * self.hidden_size * self.intermediate_size
         layer += (4 if self.sandwich_norms else 2) * self.hidden_size
-        layer += (q + 2 * kv) * self.qkv_bias + 2 * self.head_dim * self.qk_norm
+        layer += (q + 2 * kv) * self.qkv_bias + self.hidden_size * self.o_bias + 2 * self.head_dim * self.qk_norm
+        layer += (2 * self.intermediate_size + self.hidden_size) * self.mlp_bias
         embed = self.vocab_size * self.hidden_size * (1 if self.tie_embeddings else 2)
         return embed + self.num_layers * layer + self.hidden_size
 
 
+# What transformers' config classes assume for a field that config.json leaves out.
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    "qwen3": {"head_dim": 128},
+    "gemma3": {"head_dim": 256, "query_pre_attn_scalar": 256, "hidden_activation": "gelu_pytorch_tanh"},
+}
+# Mistral and Qwen2 have their biases fixed by the architecture: transformers ignores `attention_bias` there.
+_FIXED_QKV_BIAS = {"mistral": False, "qwen2": True}
+
+
 def from_hf(config: Mapping[str, Any]) -> ModelConfig:
-    """ModelConfig of a Hugging Face `config.json`. Raises InvalidArgument naming what is not supported."""
+    """ModelConfig of a Hugging Face `config.json`. Raises InvalidArgument naming what is missing or not supported."""
+    try:
+        return _from_hf(config)
+    except KeyError as error:
+        raise InvalidArgument(f"config.json has no field {error.args[0]!r}; the checkpoint is incomplete") from error
+    except (TypeError, ValueError, ZeroDivisionError) as error:
+        raise InvalidArgument(f"config.json has a field of the wrong type or value: {error}") from error
+
+
+def _from_hf(config: Mapping[str, Any]) -> ModelConfig:
     names = config.get("architectures") or []
     arch = next((ARCHITECTURES[n] for n in names if n in ARCHITECTURES), None)
     if arch is None:
         found = ", ".join(names) or config.get("model_type") or "none named"
         raise InvalidArgument(f"unsupported architecture: {found}; supported are {', '.join(sorted(ARCHITECTURES))}")
+    if quantization := config.get("quantization_config"):
+        method = quantization.get("quant_method", "of an unnamed kind")
+        raise InvalidArgument(
+            f"unsupported quantization_config {method!r}; use the float checkpoint of this model, or a GGUF file"
+        )
+    given = {key: value for key, value in config.items() if value is not None}
+    config = {**config, **{key: value for key, value in _DEFAULTS.get(arch, {}).items() if key not in given}}
     heads = int(config["num_attention_heads"])
     hidden = int(config["hidden_size"])
     layers = int(config["num_hidden_layers"])
@@ -137,9 +163,9 @@ def from_hf(config: Mapping[str, Any]) -> ModelConfig:
         sliding_window=int(window) if window and any(local_layers) else None,
         local_layers=local_layers,
         tie_embeddings=bool(config.get("tie_word_embeddings", gemma)),
-        qkv_bias=bool(config.get("attention_bias", arch == "qwen2")),
-        o_bias=bool(config.get("attention_bias", False)) and arch != "qwen2",
-        mlp_bias=bool(config.get("mlp_bias", False)),
+        qkv_bias=_FIXED_QKV_BIAS.get(arch, bool(config.get("attention_bias"))),
+        o_bias=bool(config.get("attention_bias")) and arch not in _FIXED_QKV_BIAS,
+        mlp_bias=bool(config.get("mlp_bias")) and arch == "llama",
         qk_norm=arch in ("qwen3", "gemma3"),
         norm_plus_one=gemma,
         sandwich_norms=gemma,
@@ -156,6 +182,13 @@ def from_hf(config: Mapping[str, Any]) -> ModelConfig:
 def _local_layers(config: Mapping[str, Any], arch: str, layers: int, window: int | None) -> tuple[bool, ...]:
     types = config.get("layer_types")
     if types is not None:
+        unknown = sorted(set(types) - {"full_attention", "sliding_attention"})
+        if unknown:
+            raise InvalidArgument(
+                f"unsupported layer_types {', '.join(unknown)}; supported are full_attention and sliding_attention"
+            )
+        if "sliding_attention" in types and not window:
+            raise InvalidArgument("layer_types has sliding_attention but sliding_window is not set")
         return tuple(t == "sliding_attention" for t in types)
     if arch == "gemma3":  # five local layers, then a global one, unless the config says otherwise
         pattern = int(config.get("sliding_window_pattern") or config.get("_sliding_window_pattern") or 6)

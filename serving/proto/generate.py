@@ -1,8 +1,8 @@
 """Makes the Python modules of `jaxpd/v1/*.proto` again: `python -m serving.proto.generate [FOLDER]`.
 
 The compiler is given the repository root as its only root. Made from `serving/proto` instead, the modules would import
-`jaxpd.v1` and collide with the engine's package. Made with grpcio-tools 1.81.1 they run on every protobuf from 6.33.5 to
-7.x; newer tools would shut protobuf 6, and with it other clients' packages, out of the environment.
+`jaxpd.v1` and collide with the engine's package. Made with grpcio-tools 1.81.1 they run on every protobuf from 6.33.5
+to 7.x; newer tools would shut protobuf 6, and with it other clients' packages, out of the environment.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def generated_files() -> tuple[str, ...]:
 
 
 def generate(out: pathlib.Path = ROOT) -> None:
-    """Writes `generated_files()` below `out`. Raises SystemExit with another grpcio-tools or when a source is broken."""
+    """Writes `generated_files()` below `out`. Raises SystemExit with other tools or a broken source."""
     from grpc_tools import protoc
 
     installed = importlib.metadata.version("grpcio-tools")

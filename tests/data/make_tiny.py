@@ -10,6 +10,8 @@ Expected values are computed in float32 with eager attention from the files just
 A seed is good when every greedy step has a clear winner (MIN_GAP) and the continuations are not one token repeated.
 """
 
+# torch and transformers are no dependencies, so the type checker does not find them either.
+# mypy: disable-error-code="import-not-found"
 from __future__ import annotations
 
 import argparse
@@ -56,7 +58,8 @@ SPECS: dict[str, dict[str, Any]] = {
         "legacy": True,
         "config": dict(
             vocab_size=293, hidden_size=28, intermediate_size=45, num_hidden_layers=2, num_attention_heads=4,
-            num_key_value_heads=2, head_dim=64, rms_norm_eps=1e-5, tie_word_embeddings=False, eos_token_id=[EOS, IM_END],
+            num_key_value_heads=2, head_dim=64, rms_norm_eps=1e-5, tie_word_embeddings=False,
+            eos_token_id=[EOS, IM_END],
             rope_parameters={
                 "rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0,
                 "high_freq_factor": 4.0, "original_max_position_embeddings": 32,
@@ -66,7 +69,7 @@ SPECS: dict[str, dict[str, Any]] = {
     "llama-bias": {
         "covers": "LlamaForCausalLM with attention_bias and mlp_bias, head size 64, config.json without head_dim",
         "class": "Llama",
-        "seed": 0,
+        "seed": 29,
         "drop": ["head_dim"],
         "config": dict(
             vocab_size=290, hidden_size=64, intermediate_size=30, num_hidden_layers=2, num_attention_heads=1,
@@ -139,8 +142,8 @@ SPECS: dict[str, dict[str, Any]] = {
         ),
     },
     "gemma3-softcap": {
-        "covers": "Gemma3ForCausalLM, five local layers to one global, window of 24, attention and final soft caps, linear "
-        "RoPE scaling of the global layer, query_pre_attn_scalar other than the head size, head size 64",
+        "covers": "Gemma3ForCausalLM, five local layers to one global, window of 24, attention and final soft caps, "
+        "linear RoPE scaling of the global layer, query_pre_attn_scalar other than the head size, head size 64",
         "class": "Gemma3",
         "seed": 75,
         "config": dict(
@@ -167,7 +170,7 @@ CHAT = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "
 def softcap_attention(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
     """Gemma 3's own eager attention, with the cap that its attention module reads from the config but (in transformers
     5.24) does not hand over."""
-    return eager_attention_forward(module, *args, softcap=module.attn_logit_softcapping, **kwargs)  # type: ignore[arg-type]
+    return eager_attention_forward(module, *args, softcap=module.attn_logit_softcapping, **kwargs)
 
 
 def make_config(spec: dict[str, Any]) -> Any:
@@ -250,13 +253,16 @@ def search(name: str, seeds: int) -> None:
 def make_tokenizer(bos: bool) -> Tokenizer:
     """Byte-level BPE: ids 0..255 are the bytes, then 24 merges (to 279), then BOS, EOS, <|im_start|>, <|im_end|>."""
     letters = bytes_to_letters()
-    merges = ["t h", "i n", "e r", "a n", "r e", "o n", "Ġ t", "Ġ a", "Ġt h", "th e", "Ġth e", "in g", "l l", "o u", "e n",
-              "Ġ s", "h e", "a t", "i s", "Ġ w", "o r", "he ll", "hell o", "Ġt o"]  # fmt: skip
+    merges = ["t h", "i n", "e r", "a n", "r e", "o n", "Ġ t", "Ġ a", "Ġt h", "th e", "Ġth e", "in g", "l l", "o u",
+              "e n", "Ġ s", "h e", "a t", "i s", "Ġ w", "o r", "he ll", "hell o", "Ġt o"]  # fmt: skip
     vocab = {letter: i for i, letter in enumerate(letters)}
+    pairs: list[tuple[str, str]] = []
     for merge in merges:
-        vocab[merge.replace(" ", "")] = len(vocab)
+        left, right = merge.split()
+        pairs.append((left, right))
+        vocab[left + right] = len(vocab)
     assert len(vocab) == BOS
-    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[tuple(m.split()) for m in merges]))
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=pairs))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(

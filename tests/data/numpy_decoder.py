@@ -66,7 +66,9 @@ def forward(config: ModelConfig, weights: Weights, token_ids: Sequence[int]) -> 
     return cap(norm(config, x_TE, weights["model.norm.weight"]) @ weights[head].T, config.final_softcap)
 
 
-def greedy(config: ModelConfig, weights: Weights, token_ids: Sequence[int], steps: int) -> tuple[list[int], list[float]]:
+def greedy(
+    config: ModelConfig, weights: Weights, token_ids: Sequence[int], steps: int
+) -> tuple[list[int], list[float]]:
     """The next `steps` ids of highest logit, and the gap between the best two at each step."""
     ids, gaps = list(token_ids), []
     for _ in range(steps):

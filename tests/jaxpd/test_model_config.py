@@ -79,6 +79,9 @@ ABLATIONS: list[tuple[str, dict[str, Any]]] = [
     ("llama2", {"rms_eps": 1e-2}),
     ("llama3", {"rope": RopeConfig(theta=5e5)}),
     ("llama3", {"rope": RopeConfig(theta=5e5, kind="linear", factor=8.0)}),
+    ("llama-bias", {"qkv_bias": False}),
+    ("llama-bias", {"o_bias": False}),
+    ("llama-bias", {"mlp_bias": False}),
     ("mistral", {"local_layers": (False, False), "sliding_window": None}),
     ("mistral", {"sliding_window": 23}),
     ("qwen2", {"qkv_bias": False}),
@@ -137,6 +140,19 @@ def test_head_size_left_out_is_hidden_over_heads() -> None:
     assert from_hf(hf("llama2", num_key_value_heads=...)).num_kv_heads == 3
 
 
+def test_fields_left_out_take_the_defaults_of_transformers() -> None:
+    assert from_hf(hf("qwen3", head_dim=...)) == from_hf(hf("qwen3", head_dim=128))
+    left_out = dict.fromkeys(("head_dim", "query_pre_attn_scalar", "hidden_activation"), ...)
+    assert from_hf(hf("gemma3", **left_out)) == from_hf(hf("gemma3"))
+
+
+def test_biases_that_the_architecture_fixes_are_not_the_configs_to_change() -> None:
+    assert from_hf(hf("qwen2", attention_bias=False)) == from_hf(hf("qwen2"))
+    assert from_hf(hf("mistral", attention_bias=True)) == from_hf(hf("mistral"))
+    biased = from_hf(hf("qwen3", attention_bias=True))
+    assert biased.qkv_bias and biased.o_bias
+
+
 @pytest.mark.parametrize("name", ["llama3", "gemma3"])
 def test_transformers_4_and_5_styles_mean_the_same(name: str) -> None:
     """These two folders are in the older style; the newer one is built here."""
@@ -176,6 +192,13 @@ def test_qwen_windows_only_where_the_config_turns_them_on() -> None:
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "yarn"),
         ({"num_key_value_heads": 3}, "num_key_value_heads=3"),
         ({"layer_types": ["full_attention"]}, "1 layer types for 2 layers"),
+        ({"layer_types": ["chunked_attention", "full_attention"]}, "chunked_attention"),
+        ({"layer_types": ["sliding_attention", "full_attention"]}, "sliding_window is not set"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "fp8"),
+        ({"vocab_size": ...}, "vocab_size"),
+        ({"rms_norm_eps": ...}, "rms_norm_eps"),
+        ({"hidden_size": "wide"}, "wide"),
+        ({"num_attention_heads": 0, "head_dim": ...}, "config.json"),
     ],
 )
 def test_what_is_not_supported_is_refused_by_name(changes: dict[str, Any], named: str) -> None:

@@ -1,5 +1,7 @@
-"""An engine without a model, for tests of what stands in front of it: it answers with the bytes of the prompt, again and
-again. Its interface and its promises are those of `jaxpd.engine.Engine`; `step_s` is the time a step takes."""
+"""An engine without a model, for tests of what stands in front of it: it answers with the prompt, again and again.
+
+Its interface and its promises are those of `jaxpd.engine.Engine`; `step_s` is the time a step takes.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ from jaxpd.engine import EngineStats, ReplicaStats
 from jaxpd.errors import JaxpdError, ResourceExhausted, Unavailable
 from jaxpd.request import Event, FinishEvent, FinishReason, Request, Timings, TokensEvent, Usage
 from jaxpd.tokenizer import Tokenizer
-from serving.gateway import ServedModel
+from serving.model import ServedModel
 
 EOS = 256
 
@@ -63,7 +65,7 @@ class _Running:
 
 
 class ScriptedEngine:
-    """`fail_with` ends a request with an error after `fail_after` tokens, if its prompt starts with the byte `!`."""
+    """`fail_with` ends a request after two tokens with that error, if its prompt starts with the byte `!`."""
 
     def __init__(
         self,
@@ -82,7 +84,7 @@ class ScriptedEngine:
         self.submitted: list[Request] = []
         self.aborts: list[str] = []
         self.closed = False
-        self._draining = False
+        self.draining = False
         self._running: dict[str, _Running] = {}
         self._changed = threading.Condition()
         self._thread = threading.Thread(target=self._loop, daemon=True)
@@ -93,7 +95,7 @@ class ScriptedEngine:
 
     def submit(self, request: Request) -> None:
         with self._changed:
-            if self._draining:
+            if self.draining:
                 raise Unavailable("draining")
             if len(self._running) >= self.max_queued:
                 raise ResourceExhausted("64 requests wait already", retry_after_s=2.5)
@@ -111,7 +113,7 @@ class ScriptedEngine:
 
     def drain(self, timeout_s: float) -> bool:
         with self._changed:
-            self._draining = True
+            self.draining = True
             return self._changed.wait_for(lambda: not self._running, timeout_s)
 
     def stats(self) -> EngineStats:
@@ -120,7 +122,8 @@ class ScriptedEngine:
             for role, count in (("prefill", 1), ("decode", 2))
             for r in range(count)
         ]
-        return EngineStats(states={"queued": 1, "decoding": len(self._running)}, replicas=tuple(replicas), staging_bytes=0)
+        states = {"queued": 1, "decoding": len(self._running)}
+        return EngineStats(states=states, replicas=tuple(replicas), staging_bytes=0)
 
     @property
     def running(self) -> int:
@@ -148,9 +151,7 @@ class ScriptedEngine:
         if failing and running.made == 2:
             return [self._finish(running, FinishReason.ERROR, error=self.fail_with)]
         token = request.prompt_ids[running.made % len(request.prompt_ids)]
-        events: list[Event] = [
-            TokensEvent(request_id=request.request_id, first_index=running.made, token_ids=(token,))
-        ]
+        events: list[Event] = [TokensEvent(request_id=request.request_id, first_index=running.made, token_ids=(token,))]
         running.made += 1
         params = request.params
         if token in params.stop_token_ids or (token == EOS and not params.ignore_eos):

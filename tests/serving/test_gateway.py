@@ -13,6 +13,7 @@ import pytest
 
 from jaxpd.errors import Internal, InvalidArgument, ResourceExhausted, Unavailable
 from jaxpd.request import FinishEvent, FinishReason, SamplingParams, Timings, TokensEvent, Usage
+from jaxpd.text import TextStream
 from serving import gateway as gateway_module
 from serving.gateway import Gateway, State
 from serving.messages import Finished, GenerateRequest, Message, Tokens, Understood
@@ -187,6 +188,10 @@ def test_a_model_without_tokenizer(opened: Opened) -> None:
         (GenerateRequest(token_ids=(-1, 5)), r"-1, which is outside the vocabulary"),
         (GenerateRequest(text="abc", max_tokens=98), r"max_tokens=98 .* 3 tokens makes 101, above the limit of 100"),
         (GenerateRequest(token_ids=(1,) * 100), r"above the limit of 100"),
+        (GenerateRequest(token_ids=(1,) * 101), r"prompt has 101 tokens, above the limit of 100 "),
+        (GenerateRequest(text="a", stop=("b",) * 65), r"stop holds 65 strings, the limit is 64"),
+        (GenerateRequest(text="a", stop=("b" * 1025,)), r"a string of 1025 characters, the limit is 1024"),
+        (GenerateRequest(text="a", stop_token_ids=(1,) * 1025), r"stop_token_ids holds 1025 ids, the limit is 1024"),
         (GenerateRequest(text="a", max_tokens=-1), r"max_tokens=-1 must be at least 1"),
         (GenerateRequest(text="a", temperature=-0.5), r"temperature=-0.5 must be between 0"),
         (GenerateRequest(text="a", temperature=float("nan")), r"temperature=nan"),
@@ -290,10 +295,11 @@ def test_a_late_finish_cannot_end_the_next_request_of_that_id(scripted: ModuleTy
             await anext(stream)
         with pytest.raises(InvalidArgument, match="is in use"):
             await gateway.generate(asked)
+        gateway.on_events([TokensEvent(request_id="mine", first_index=0, token_ids=(1,))])
+        await asyncio.sleep(0.01)
+        assert gateway._live["mine"].pending == [], "nothing is kept for a reader that left"
         usage = Usage(prompt_tokens=1, completion_tokens=0)
-        gateway.on_events(
-            [FinishEvent(request_id="mine", reason=FinishReason.ABORT, usage=usage, timings=Timings())]
-        )
+        gateway.on_events([FinishEvent(request_id="mine", reason=FinishReason.ABORT, usage=usage, timings=Timings())])
         await asyncio.sleep(0.01)
         async with contextlib.aclosing(gateway.stream(asked)) as stream:
             assert isinstance(await anext(stream), Understood)
@@ -317,7 +323,12 @@ def test_abort_gives_the_reader_what_was_made(opened: Opened) -> None:
 
 def test_abort_while_tokenizing_never_reaches_the_engine(opened: Opened, monkeypatch: pytest.MonkeyPatch) -> None:
     original = gateway_module._tokenize
-    monkeypatch.setattr(gateway_module, "_tokenize", lambda *args: (time.sleep(0.2), original(*args))[1])
+
+    def slow(*args: Any) -> tuple[int, ...]:
+        time.sleep(0.2)
+        return original(*args)
+
+    monkeypatch.setattr(gateway_module, "_tokenize", slow)
 
     async def run() -> None:
         gateway, engine = opened(max_model_len=10_000)
@@ -355,7 +366,7 @@ def test_failed_request_gives_its_tokens_then_its_error_and_hurts_nobody(opened:
 def test_a_bug_while_reading_aborts_the_request(opened: Opened, monkeypatch: pytest.MonkeyPatch) -> None:
     async def run() -> None:
         gateway, engine = opened(step_s=0.002)
-        monkeypatch.setattr(gateway_module.TextStream, "push", lambda self, ids: 1 / 0)
+        monkeypatch.setattr(TextStream, "push", lambda self, ids: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             await gateway.generate(GenerateRequest(text="abc", max_tokens=4000, request_id="a"))
         assert engine.aborts == ["a"]

@@ -111,9 +111,9 @@ def test_unary_round_trip() -> None:
 
 
 def test_a_newer_finish_reason_reads_as_a_regular_end() -> None:
-    response = pb.GenerateStreamResponse(finish=pb.Finish())
-    response.finish.reason = 99
-    message = message_from_proto(pb.GenerateStreamResponse.FromString(response.SerializeToString()))
+    finish = pb.Finish.FromString(bytes([2 << 3, 99]))
+    assert finish.reason == 99
+    message = message_from_proto(pb.GenerateStreamResponse(finish=finish))
     assert isinstance(message, Finished) and message.reason is FinishReason.STOP
 
 
@@ -147,9 +147,7 @@ def test_chat_message_without_role_or_content() -> None:
         request_from_proto(message)
 
 
-@pytest.mark.parametrize(
-    "request_", [GenerateRequest(token_ids=(2**40,)), GenerateRequest(text="x", max_tokens=2**40)]
-)
+@pytest.mark.parametrize("request_", [GenerateRequest(token_ids=(2**40,)), GenerateRequest(text="x", max_tokens=2**40)])
 def test_values_that_no_field_holds_fail_at_the_client(request_: GenerateRequest) -> None:
     with pytest.raises(InvalidArgument, match=r"token_ids|max_tokens"):
         request_to_proto(request_)

@@ -8,7 +8,7 @@ import time
 import pytest
 import rich.console
 
-from jaxpd.cli.progress import LineProgress, RichProgress, describe, console_progress
+from jaxpd.cli.progress import LineProgress, RichProgress, console_progress, describe
 
 
 class Clock:

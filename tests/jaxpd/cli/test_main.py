@@ -41,7 +41,8 @@ def test_version_and_help() -> None:
         (
             "generate",
             "--prompt --prompt-ids --chat --prompt-file --max-tokens --temperature --seed --ignore-eos "
-            "--prefill-mesh --decode-mesh --server --json",
+            "--prefill-mesh --decode-mesh --server --json --max-model-len --page-size --max-num-seqs "
+            "--max-num-batched-tokens --kv-memory --dtype --compile-cache",
         ),
         ("convert", "--dtype"),
         ("env", "--json"),
@@ -71,9 +72,13 @@ def test_help_shows_defaults() -> None:
         (["generate", "--prompt", "a", "--temperature", "nan"], "temperature=nan must be between 0"),
         (["generate", "--prompt", "a", "--seed", "-5"], "seed=-5 must be between 0"),
         (["generate", "--prompt", "a", "--server", "somewhere"], "--server somewhere must be HOST:PORT"),
-        (["generate", "--prompt", "a", "--server", "h:1", "--prefill-mesh", "8x1"], "--prefill-mesh 8x1 goes with"),
-        (["generate", "tiny", "--prompt", "a", "--server", "h:1"], "MODEL tiny goes with"),
+        (
+            ["generate", "--prompt", "a", "--server", "h:1", "--prefill-mesh", "8x1"],
+            "--prefill-mesh cannot go with --server h:1",
+        ),
         (["generate", "--prompt-file", "/none.json"], "--prompt-file /none.json does not exist"),
+        (["generate", "--prompt", "a", "--prefill-mesh", "8"], '--prefill-mesh "8" has 1 factor'),
+        (["serve", "--decode-mesh", "0x1"], '--decode-mesh "0x1": both factors'),
         (["serve", "--kv-memory", "much"], "--kv-memory much is not a size"),
         (["serve", "--page-size", "17"], "--page-size 17 must be a power of two"),
         (["serve", "--max-num-seqs", "0"], "--max-num-seqs 0 must be at least 1"),

@@ -1,0 +1,56 @@
+"""What the fronts know of the model behind them."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from jaxpd.errors import NotFound
+from jaxpd.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from jaxpd.engine import Engine
+
+logger = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ServedModel:
+    """What the fronts know of the model. `tokenizer` is None for one that speaks token ids only."""
+
+    name: str
+    architecture: str
+    vocab_size: int
+    max_model_len: int
+    eos_token_ids: tuple[int, ...]
+    dtype: str
+    page_size: int
+    meshes: Mapping[str, tuple[str, ...]]  # role -> the mesh spec of each of its pools
+    tokenizer: Tokenizer | None
+
+
+def served_model(engine: Engine) -> ServedModel:
+    """What the fronts need to know of an engine that has started."""
+    checkpoint = engine.checkpoint
+    try:
+        tokenizer = checkpoint.tokenizer()
+    except NotFound as error:
+        logger.warning("%s", error)
+        tokenizer = None
+    config = checkpoint.config
+    return ServedModel(
+        name=checkpoint.name,
+        architecture=config.architecture,
+        vocab_size=config.vocab_size,
+        max_model_len=engine.limits.max_model_len,
+        eos_token_ids=config.eos_token_ids,
+        dtype=engine.limits.dtype,
+        page_size=engine.limits.page_size,
+        meshes={
+            "prefill": tuple(str(pool.spec) for pool in engine.limits.prefill),
+            "decode": tuple(str(pool.spec) for pool in engine.limits.decode),
+        },
+        tokenizer=tokenizer,
+    )

@@ -1,0 +1,77 @@
+"""Which addresses a host name means, and why a port cannot be had.
+
+gRPC resolves names by itself, takes what it can get of the result and says no more than "failed". So a server on
+`localhost` would run on ::1 alone where 127.0.0.1 is taken, and half its clients would talk to somebody else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import ipaddress
+import socket
+
+from jaxpd.errors import FailedPrecondition, InvalidArgument
+
+
+def check_port(port: int) -> None:
+    """Raises InvalidArgument for a number that is no port."""
+    if not 0 <= port <= 65535:
+        raise InvalidArgument(f"--grpc-port {port} must be between 0 (any free port) and 65535", field="grpc_port")
+
+
+def addresses(host: str) -> list[str]:
+    """Numeric addresses of `host`, in brackets for IPv6. Raises FailedPrecondition if it has none here."""
+    with contextlib.suppress(ValueError):
+        address = ipaddress.ip_address(host)
+        return [f"[{address}]" if address.version == 6 else str(address)]
+    try:
+        found = socket.getaddrinfo(host or None, 0, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError) as error:
+        raise FailedPrecondition(
+            f"--host {host} has no address ({error}); use an address of this machine, such as 127.0.0.1", field="host"
+        ) from None
+    numeric = [(family, info[0]) for family, _, _, _, info in found]
+    usable = [str(a) if f == socket.AF_INET else f"[{a}]" for f, a in dict.fromkeys(numeric) if _is_here(f, str(a))]
+    if not usable:
+        raise FailedPrecondition(
+            f"--host {host} is {numeric[0][1]}, no address of this machine; use one of its own, such as 127.0.0.1, or "
+            "0.0.0.0 for all of them",
+            field="host",
+        )
+    return usable
+
+
+def _is_here(family: int, address: str) -> bool:
+    """False for an address this machine does not have, such as ::1 where IPv6 is off."""
+    return _probe(family, address, 0) not in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
+
+
+def _probe(family: int, address: str, port: int) -> int:
+    """errno of binding there, 0 if it works."""
+    try:
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind((address, port))
+    except OSError as error:
+        return error.errno or errno.EINVAL
+    return 0
+
+
+def bind_error(host: str, address: str, port: int) -> FailedPrecondition:
+    """Why `port` of `address`, one of those of `host`, could not be bound."""
+    code = _probe(socket.AF_INET6 if ":" in address else socket.AF_INET, address, port)
+    if code == errno.EADDRNOTAVAIL:
+        return FailedPrecondition(
+            f"--host {host} is no address of this machine; use one of its own, such as 127.0.0.1, or 0.0.0.0 for all",
+            field="host",
+        )
+    if code == errno.EACCES:
+        return FailedPrecondition(
+            f"--grpc-port {port} needs rights that this user does not have; use one from 1024 up", field="grpc_port"
+        )
+    why = "is in use" if code in (errno.EADDRINUSE, 0) else f"cannot be bound (error {errno.errorcode.get(code, code)})"
+    return FailedPrecondition(
+        f"--grpc-port {port} on --host {host} {why}; stop what listens there or use another port (0: any free one)",
+        field="grpc_port",
+    )

@@ -1,0 +1,38 @@
+"""Packing a step on the host and unpacking it while tracing are inverse."""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+import pytest
+
+from jaxpd.batch import BatchShape, Row, from_slot, pack, unpack
+
+
+def row(tokens: list[int], context: int, slot: int = 0, seed: int = 0, temperature: float = 0.0) -> Row:
+    pages = np.arange(-(-context // 4), dtype=np.int32) + 10 * slot
+    return Row(tokens, context, pages, slot=slot, output_index=slot + 5, seed=seed, temperature=temperature)
+
+
+def test_unpack_reads_what_pack_wrote() -> None:
+    shape = BatchShape(tokens=8, rows=3, table=4)
+    rows = [row([7, 8, 9], 11, slot=1, seed=2**32 - 1, temperature=0.7), row([from_slot(2)], 4, slot=2)]
+    packed = pack(shape, [rows, []])
+    assert packed.shape == (2, shape.packed_len) and packed.dtype == np.int32
+    step = jax.jit(lambda p: unpack(shape, p))(packed[0])
+    assert int(step.live_rows) == 2
+    assert step.query_starts.tolist() == [0, 3, 4, 4]
+    assert step.context_lens.tolist() == [11, 4, 0]
+    assert step.slots.tolist() == [1, 2, np.iinfo(np.int32).max]
+    assert step.output_index.tolist() == [6, 7, 0]
+    assert step.seeds.dtype == np.uint32 and step.seeds.tolist() == [2**32 - 1, 0, 0]
+    assert step.temperatures.tolist() == pytest.approx([0.7, 0, 0])
+    assert step.token_ids.tolist() == [7, 8, 9, -3, 0, 0, 0, 0]
+    assert step.page_table.tolist() == [[10, 11, 12, 0], [20, 0, 0, 0], [0, 0, 0, 0]]
+    idle = unpack(shape, packed[1])
+    assert int(idle.live_rows) == 0 and idle.query_starts.tolist() == [0] * 4
+
+
+def test_rows_that_do_not_fit_are_an_error_and_not_a_cut() -> None:
+    with pytest.raises((ValueError, IndexError)):
+        pack(BatchShape(tokens=2, rows=1, table=1), [[row([1, 2, 3], 3)]])
