@@ -138,7 +138,7 @@ def make_limits(
             sizes.append((role, spec, page, weight_bytes_per_device(config, spec.tp, np.dtype(dtype), rules)))
     budgets = [_kv_budget(asked, memory, spec, weights) for _, spec, _, weights in sizes]
     fits = min(budget // page for budget, (_, _, page, _) in zip(budgets, sizes, strict=True)) * asked.page_size
-    max_len = asked.max_model_len or min(config.max_position, max(fits // 128 * 128, fits))
+    max_len = asked.max_model_len or min(config.max_position, fits // 128 * 128 or fits)
     needed_pages = -(-max_len // asked.page_size)
     if fits < max_len or fits < 2 * asked.page_size:
         worst = max(page for _, _, page, _ in sizes) * needed_pages

@@ -66,6 +66,9 @@ def open_gguf(path: Path, *, name: str | None = None) -> Checkpoint:
     file = read_gguf(path)
     try:
         config = from_hf(hf_config(file))
+    except InvalidArgument as error:
+        where = "" if str(path) in error.message else f"{path}: "
+        raise InvalidArgument(f"{where}{error.message}", field=error.field) from error
     except (TypeError, ValueError, ArithmeticError) as error:
         raise InvalidArgument(f"{path} holds metadata that makes no sense: {error}; fetch it again") from error
     source = GGUFSource(file, config)

@@ -14,6 +14,7 @@ about 0.2 s. Dequantising is left to that package.
 from __future__ import annotations
 
 import dataclasses
+import math
 import mmap
 import struct
 from pathlib import Path
@@ -31,6 +32,7 @@ _SCALARS = {
     12: ("d", np.float64),
 }  # fmt: skip
 _MAX_RANK = 4
+_DEQUANTISE_AT_ONCE = 1 << 20  # values
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,10 +121,7 @@ def _nbytes(path: Path, name: str, shape: tuple[int, ...], kind: int) -> int:
         ) from None
     if shape[-1] % block:
         raise _Broken(f"tensor {name!r} has rows of {shape[-1]} values, no multiple of its block of {block}")
-    elements = 1
-    for dim in shape:
-        elements *= dim
-    return elements // block * block_bytes
+    return math.prod(shape) // block * block_bytes
 
 
 def dequantize(tensor: GGUFTensor) -> np.ndarray:
@@ -138,9 +137,14 @@ def dequantize(tensor: GGUFTensor) -> np.ndarray:
         return tensor.data.view("<f4").reshape(tensor.shape)
     if kind == GGMLQuantizationType.F16:
         return tensor.data.view("<f2").reshape(tensor.shape)
-    rows = tensor.data.reshape(*tensor.shape[:-1], -1)
+    width = tensor.shape[-1]
+    rows = tensor.data.reshape(math.prod(tensor.shape[:-1]), -1)
+    values = np.empty((len(rows), width), np.float32)
+    step = max(1, _DEQUANTISE_AT_ONCE // max(1, width))  # the package needs twice its result
     try:
-        return gguf_dequantize(rows, kind).reshape(tensor.shape)
+        for start in range(0, len(rows), step):
+            values[start : start + step] = gguf_dequantize(rows[start : start + step], kind)
+        return values.reshape(tensor.shape)
     except NotImplementedError:
         raise InvalidArgument(
             f"tensor {tensor.name!r} is stored as {kind.name}, which cannot be dequantised; use a file of another type"

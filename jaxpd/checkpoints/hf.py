@@ -38,20 +38,13 @@ def open_hf(folder: Path, *, name: str | None = None) -> Checkpoint:
 def read_config(folder: Path) -> ModelConfig:
     """The model description in `config.json`; the end tokens in `generation_config.json` win, as in transformers."""
     raw = _read_json(folder / "config.json")
-    if "quantization_config" in raw:
-        method = dict(raw["quantization_config"]).get("quant_method", "unknown")
-        raise InvalidArgument(
-            f"{folder} is quantised ({method}), which is not supported; use the unquantised model or a GGUF file"
-        )
     generation = folder / "generation_config.json"
     if generation.is_file() and (eos := _read_json(generation).get("eos_token_id")) is not None:
         raw["eos_token_id"] = eos
     try:
         return from_hf(raw)
-    except KeyError as error:
-        raise InvalidArgument(f"{folder / 'config.json'} lacks {error}, which its architecture needs") from error
-    except (TypeError, ValueError) as error:
-        raise InvalidArgument(f"{folder / 'config.json'} holds a value that makes no sense: {error}") from error
+    except InvalidArgument as error:
+        raise InvalidArgument(f"{folder}: {error.message}", field=error.field) from error
 
 
 class SafetensorsSource:

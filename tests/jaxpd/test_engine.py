@@ -16,7 +16,7 @@ import pytest
 
 from jaxpd.device import PoolDevice
 from jaxpd.errors import InvalidArgument, ResourceExhausted, Unavailable
-from jaxpd.request import FinishReason
+from jaxpd.request import FinishReason, Request, SamplingParams
 
 DATA = pathlib.Path(__file__).parent.parent / "data" / "tiny" / "smollm2" / "expected.json"
 PROMPTS = {p["name"]: p for p in json.loads(DATA.read_text())["prompts"]}
@@ -125,21 +125,11 @@ def test_bad_requests_are_refused_and_hurt_nobody(plain: Any) -> None:
         with pytest.raises(InvalidArgument) as caught:
             plain.submit("bad", prompt, **params)
         assert caught.value.field == field
+    twin = Request(request_id="good", prompt_ids=(1,), params=SamplingParams(seed=0), arrival_s=time.monotonic())
     with pytest.raises(InvalidArgument, match="good"):
-        plain.engine.submit(
-            plain_request := __import__("jaxpd.request", fromlist=["Request"]).Request(
-                request_id="good", prompt_ids=(1,), params=_greedy(), arrival_s=time.monotonic()
-            )
-        )
-        del plain_request
+        plain.engine.submit(twin)
     plain.wait()
     assert good.token_ids == PROMPTS["len100"]["greedy_ids"]
-
-
-def _greedy() -> Any:
-    from jaxpd.request import SamplingParams
-
-    return SamplingParams(max_tokens=1, seed=0)
 
 
 def test_the_longest_legal_request_runs(plain: Any) -> None:
@@ -309,12 +299,10 @@ def test_the_hand_off_never_reads_an_array_to_the_host(
     running.submit("watched", PROMPTS["len40"]["prompt_ids"], max_tokens=4)
     running.wait()
     assert running.answers["watched"].token_ids == PROMPTS["len40"]["greedy_ids"][:4]
-    assert 0 < host_reads.count <= len(steps) * running.engine.limits.decode[0].spec.dp
+    assert host_reads.count <= len(steps)  # an array on one device is read without a count
     before = host_reads.count
-    source = running.engine._prefill[0].device.pages
     jax.device_put(jax.device_put(np.zeros((8, 4)), _cut(8)), _cut(4)).block_until_ready()  # positive control
     assert host_reads.count > before
-    del source
 
 
 def _cut(count: int) -> jax.sharding.NamedSharding:
