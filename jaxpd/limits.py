@@ -75,6 +75,16 @@ class Limits:
         """All pools, prefill first."""
         return self.prefill + self.decode
 
+    @property
+    def host_weight_bytes(self) -> int:
+        """Host bytes of the weights on CPU: virtual devices with the same share use one buffer (checkpoints.placement)."""
+        return sum({p.spec.tp: p.weight_bytes * p.spec.tp for p in self.pools}.values())
+
+    @property
+    def host_kv_bytes(self) -> int:
+        """Host bytes of all page pools on CPU."""
+        return sum(p.kv_bytes * p.spec.num_devices for p in self.pools)
+
     def plan_lines(self) -> list[str]:
         """The memory plan for a person, one line a pool."""
         lines = []
@@ -86,9 +96,9 @@ class Limits:
                 f"{pool.rows} sequences, {pool.max_tokens} tokens a step"
             )
         if self.memory.device_bytes is None:
-            total = sum((p.weight_bytes + p.kv_bytes) * p.spec.num_devices for p in self.pools)
             lines.append(
-                f"in all {_size(total)} weights and KV, of {_size(self.memory.host_bytes)} free host memory; "
+                f"in all weights {_size(self.host_weight_bytes)} (equal shares are stored once on CPU) + "
+                f"KV {_size(self.host_kv_bytes)}, of {_size(self.memory.host_bytes)} free host memory; "
                 f"longest sequence {self.max_model_len:,} tokens; {self.dtype}"
             )
         else:
@@ -188,9 +198,12 @@ def _kv_budget(asked: EngineConfig, memory: Memory, spec: MeshSpec, weight_bytes
 
 
 def _shapes(role: str, tokens: int, rows: int, table: int) -> tuple[BatchShape, ...]:
-    """Buckets: powers of four then two of tokens for prompts, powers of two of rows for decodes."""
+    """Buckets: 16, 64, 128, 256 ... tokens for prompts, 1, 4, 8, 16 ... rows for decodes.
+
+    Two rows cost what four do (seen on CPU), and every program costs seconds to compile and tens of megabytes to hold.
+    """
     if role == "decode":
-        counts = sorted({rows} | {1 << i for i in range(rows.bit_length()) if 1 << i < rows})
+        counts = sorted({rows} | {1 << i for i in range(rows.bit_length()) if 1 << i < rows and i != 1})
         return tuple(BatchShape(count, count, table) for count in counts)
     steps = sorted({tokens} | {t for t in (16, 64, *(128 << i for i in range(16))) if t < tokens})
     # a prompt bucket must differ from a decode bucket: more tokens than rows
@@ -211,8 +224,7 @@ def _check_host(limits: Limits) -> None:
                     field=f"{pool.role}_mesh",
                 )
         return
-    weights = sum(p.weight_bytes * p.spec.num_devices for p in limits.pools)
-    kv = sum(p.kv_bytes * p.spec.num_devices for p in limits.pools)
+    weights, kv = limits.host_weight_bytes, limits.host_kv_bytes
     total = weights + kv + CPU_RUNTIME_BYTES
     if total <= memory.host_bytes:
         return

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import os
 import pathlib
@@ -121,6 +122,7 @@ def build_pools(
     ]
     params = load_params(checkpoint.source, checkpoint.config, meshes, dtype=dtype, rules=rules, progress=progress)
     programs = _compile(limits, specs, progress)
+    _return_free_memory()
     pools = []
     for i, (pool, spec) in enumerate(zip(limits.pools, specs, strict=True)):
         first = 0 if pool.role == "prefill" else len(limits.prefill)
@@ -146,6 +148,16 @@ def _compile(limits: Limits, specs: list[ProgramSpec], progress: Progress) -> li
             seconds, cached = future.result()
             stage.advance(1.0, f"{running[future]} ({'from the cache' if cached else f'{seconds:.1f} s'})")
     return programs
+
+
+def _return_free_memory() -> None:
+    """Gives what compiling left in the allocator back to the system before the page pools are made (glibc only).
+
+    Seen on CPU with SmolLM2: 0.3 to 0.9 GB less at the peak, depending on what the disk cache held.
+    """
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
 
 
 _hits = threading.local()  # set by the listener below, in the thread that compiles

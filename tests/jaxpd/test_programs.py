@@ -1,0 +1,105 @@
+"""What the compiled programs do not do: copy the page pool, write where they should not, work for idle replicas."""
+
+from __future__ import annotations
+
+import pathlib
+
+import jax
+import numpy as np
+import pytest
+
+from jaxpd.batch import Row
+from jaxpd.checkpoints import resolve
+from jaxpd.config import EngineConfig
+from jaxpd.device import PoolDevice
+from jaxpd.programs import PAGE_BUCKETS, page_pieces
+from jaxpd.progress import SilentProgress
+from jaxpd.startup import build_pools, place
+
+PAGES = 600  # of one replica: the pool must dwarf everything else a program holds
+
+
+@pytest.fixture(scope="module")
+def devices(tiny_folders: dict[str, pathlib.Path]) -> tuple[PoolDevice, PoolDevice]:
+    """(prefill 2x1, decode 1x2) with pools of 600 pages."""
+    checkpoint = resolve(str(tiny_folders["smollm2"]), progress=SilentProgress())
+    asked = {"max_model_len": 160, "max_num_batched_tokens": 32, "max_num_seqs": 64}
+    config = EngineConfig(prefill_mesh="2x1", decode_mesh="1x2", **asked)  # type: ignore[arg-type]
+    placement = place(checkpoint, config)
+    prefill, decode = build_pools(placement, checkpoint, config, owner=None, progress=SilentProgress())  # type: ignore[arg-type]
+    assert decode[0].device.spec.num_pages >= PAGES
+    return prefill[0].device, decode[0].device
+
+
+def row(context: int, page: int, *, slot: int = 0, tokens: int = 1) -> Row:
+    pages = np.arange(page, page + 10, dtype=np.int32)
+    return Row([3] * tokens, context, pages, slot=slot, output_index=0, seed=0, temperature=0.0)
+
+
+def test_no_program_copies_the_page_pool(devices: tuple[PoolDevice, PoolDevice]) -> None:
+    for device in devices:
+        pool_bytes = device.pages.nbytes // device.pages.sharding.num_devices
+        for table in (device.programs.forward, device.programs.scatter):
+            for key, program in table.items():
+                temporary = program.memory_analysis().temp_size_in_bytes  # type: ignore[attr-defined]
+                assert temporary < pool_bytes / 4, f"{key}: {temporary} bytes beside a pool of {pool_bytes}"
+
+
+def test_the_pool_is_updated_in_place(devices: tuple[PoolDevice, PoolDevice]) -> None:
+    for device in devices:
+        shape = device.spec.shapes[0]
+        before = {s.device: s.data.unsafe_buffer_pointer() for s in device.pages.addressable_shards}
+        device.step(shape, [[row(5, 0)]] * device.spec.replicas)
+        after = {s.device: s.data.unsafe_buffer_pointer() for s in device.pages.addressable_shards}
+        assert before == after
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_only_the_rows_own_slots_are_written(which: int, devices: tuple[PoolDevice, PoolDevice]) -> None:
+    """Every byte outside the new tokens' slots is what it was, for every bucket, padding included."""
+    device = devices[which]
+    rng = np.random.default_rng(0)
+    for shape in device.spec.shapes:
+        device.reset()
+        noise = rng.normal(size=device.spec.pages_shape).astype(np.float32)
+        device.pages = jax.device_put(noise, device.pages.sharding)
+        count = min(shape.rows, 3)
+        tokens = 1 if shape.rows == shape.tokens else 3
+        rows = [row(20 + i, 20 * i, slot=i, tokens=tokens) for i in range(count)]
+        device.step(shape, [rows] + [[]] * (device.spec.replicas - 1))
+        changed = np.argwhere((np.asarray(device.pages) != noise).any((1, 3, 5)))  # replica, page, slot
+        want = {(0, 20 * i + pos // 16, pos % 16) for i in range(count) for pos in range(20 + i - tokens, 20 + i)}
+        assert {tuple(int(x) for x in place) for place in changed} == want, str(shape)
+
+
+def test_a_hand_off_of_any_length_lands_where_it_should(devices: tuple[PoolDevice, PoolDevice]) -> None:
+    source, target = devices
+    rng = np.random.default_rng(1)
+    source.pages = jax.device_put(rng.normal(size=source.spec.pages_shape).astype(np.float32), source.pages.sharding)
+    from meshes.sharding import replica_mesh
+    from meshes.transfer.move import move_heads
+
+    for count in (1, 4, 5, 70):
+        target.reset()
+        ids_from = rng.permutation(source.spec.num_pages)[:count].astype(np.int32)
+        ids_to = rng.permutation(target.spec.num_pages)[:count].astype(np.int32)
+        mesh = replica_mesh(target.spec.mesh, 1)
+        heads = source.spec.layout.heads, target.spec.layout.heads
+        moved = [move_heads(piece, *heads, mesh) for piece in source.gather(0, ids_from)]
+        target.scatter(1, ids_to, moved)
+        got = np.asarray(target.pages)
+        sent = np.asarray(source.pages)[0]
+        for head in range(3):
+            slot_from = heads[0].owner(head)
+            for slot_to in (s for s, h in enumerate(heads[1].kv_slots) if h == head):
+                np.testing.assert_array_equal(got[1][:, ids_to, slot_to], sent[:, ids_from, slot_from])
+        untouched = np.setdiff1d(np.arange(target.spec.num_pages), ids_to)
+        assert not got[0].any() and not got[1][:, untouched].any()
+
+
+@pytest.mark.parametrize("pages", range(1, 200))
+def test_pieces_cover_the_pages_and_are_mostly_full(pages: int) -> None:
+    pieces = page_pieces(pages)
+    assert set(pieces) <= set(PAGE_BUCKETS)
+    assert sum(pieces[:-1]) < pages <= sum(pieces)
+    assert sum(pieces) - pages <= max(PAGE_BUCKETS[0] - 1, pieces[-1] // 4)
