@@ -20,9 +20,10 @@ from jax.sharding import NamedSharding, Sharding
 
 from meshes.plan import Box, plan, sharding_cut
 
-# Bytes per piece below which plain device_put is used. A piece costs the caller about 35 us to send, whatever its size;
-# benchmarks/handoff.py: at 16 to 360 KiB a piece the plan blocks the caller about as long or longer (0.3x to 1.3x), at
-# 2 MiB and more it is shorter.
+# Bytes per piece below which plain device_put is used. A piece costs the caller about 35 us to send, whatever its size.
+# In benchmarks/handoff.py pieces of 16 to 360 KiB won nothing reliably, and 64 of them lost. With 2 MiB or more the
+# caller mostly waits less (3x to 28x at 134 MB for 8->1, 8->2 and 2->8, two cores that were mostly taken by others),
+# but on jax 0.10 the whole can take longer than device_put: see 24 MB, and 2->8.
 CROSSOVER_BYTES = 1 << 20
 
 # XLA's CPU client runs a program on the calling thread if its inputs are ready and it counts fewer than 1,000
