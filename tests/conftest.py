@@ -6,6 +6,7 @@ import pathlib
 from collections.abc import Iterator
 
 import jax
+import numpy as np
 import pytest
 from jax._src import array as jax_array
 
@@ -19,19 +20,31 @@ class Counter:
     """How often something happened since the test began."""
 
     count = 0
+    largest_put = 0  # bytes of the largest host array given to `jax.device_put`
 
 
 @pytest.fixture
 def host_reads(monkeypatch: pytest.MonkeyPatch) -> Counter:
-    """Counts arrays that are read into host memory: every such read goes through `ArrayImpl._value`."""
+    """Counts arrays that are read into host memory: through `ArrayImpl._value`, or sent on as a host array.
+
+    An array on a single CPU device can be read through the buffer protocol, which is not counted; but what was read has
+    to be put somewhere again, and a host array given to `jax.device_put` is.
+    """
     counter = Counter()
     read = jax_array.ArrayImpl._value.fget  # type: ignore[attr-defined]
+    put = jax.device_put
 
     def counted(array: jax.Array) -> object:
         counter.count += 1
         return read(array)
 
+    def counted_put(x: object, *args: object, **kwargs: object) -> object:
+        host = [np.asarray(leaf).nbytes for leaf in jax.tree.leaves(x) if not isinstance(leaf, jax.Array)]
+        counter.largest_put = max([counter.largest_put, *host])
+        return put(x, *args, **kwargs)
+
     monkeypatch.setattr(jax_array.ArrayImpl, "_value", property(counted))
+    monkeypatch.setattr(jax, "device_put", counted_put)
     return counter
 
 

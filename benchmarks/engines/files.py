@@ -36,9 +36,7 @@ def write_hf_folder(checkpoint: Checkpoint, folder: pathlib.Path) -> None:
 
     config = checkpoint.config
     if config.architecture != "llama" or config.rope.kind != "default":
-        raise SystemExit(
-            f"{checkpoint.name} is of architecture {config.architecture}; this benchmark takes plain Llama"
-        )
+        raise SystemExit(f"{checkpoint.name} is of architecture {config.architecture}; this script takes plain Llama")
     folder.mkdir()
     described = {
         "architectures": ["LlamaForCausalLM"],

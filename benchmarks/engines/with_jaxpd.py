@@ -1,8 +1,8 @@
 """jaxpd, through its Python door, on a `1x1` prefill mesh and a `1x1` decode mesh.
 
 - prefill: `timings.prefill_s` of an answer of one token: from admission until the host has read the first token.
-- decode: `timings.decode_s`: from the moment the sequence's KV is in the decode pool until the host has read its last token.
-  The hand-off before it is reported beside it (`exposed_s`).
+- decode: `timings.decode_s`: from the moment the sequence's KV is in the decode pool until the host has read its last
+  token. The hand-off before it is reported beside it (`exposed_s`).
 - batch: wall time of one `LLM.generate` call.
 """
 

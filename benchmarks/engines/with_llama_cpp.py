@@ -1,8 +1,8 @@
 """llama.cpp's server inside this process (`xllamacpp`), with its defaults but for threads, slots and context.
 
 - prefill: its own `prompt_ms` for an answer of one token.
-- decode: its own `predicted_ms`, which runs from the first token to the last one (the first is counted in `predicted_n` but
-  belongs to the prompt's time).
+- decode: its own `predicted_ms`, which runs from the first token to the last one (the first is counted in `predicted_n`
+  but belongs to the prompt's time).
 - batch: wall time until every one of the concurrent requests has been answered.
 
 Its KV cache is float16, its default, with either file. Prompts are not cached from one request to the next.

@@ -2,12 +2,12 @@
 
     python worker.py with_jaxpd '{"threads": 2, ...}'
 
-Each line of stdin is one JSON object such as {"do": "decode", "prompt": [1, 2], "tokens": 64}, each answered by one line
-of JSON on stdout. The first line out says that the engine is ready. Whatever the engine itself prints goes to stderr. A
-worker that was told nothing sleeps in a read, so that others can be measured meanwhile.
+Each line of stdin is one JSON object such as {"do": "decode", "prompt": [1, 2], "tokens": 64}, each answered by one
+line of JSON on stdout. The first line out says that the engine is ready. Whatever the engine itself prints goes to
+stderr. A worker that was told nothing sleeps in a read, so that others can be measured meanwhile.
 
-An engine is a module beside this file with a class `Engine(options)` and three methods. They know nothing of jaxpd, since
-peers run in an interpreter of their own:
+An engine is a module beside this file with a class `Engine(options)` and three methods. This file knows nothing of
+jaxpd, since peers run in an interpreter of their own:
 
     prefill(prompt) -> {"seconds"}                      a prompt's KV and its first token
     decode(prompt, tokens) -> {"seconds", "steps", ...} first token to last token, which are `steps` = tokens - 1 steps

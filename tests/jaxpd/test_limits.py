@@ -73,7 +73,7 @@ def test_a_host_that_is_too_small_is_told_before_loading() -> None:
     cure = int(re.search(r"--kv-memory (\d+)MiB", caught.value.message).group(1))  # type: ignore[union-attr]
     assert plan("1x1", "1x1", small, kv_memory=cure * MIB)
     with pytest.raises(FailedPrecondition, match="fewer data replicas"):
-        plan("1x1", "1x8", small)
+        plan("1x1", "1x8", Memory(platform="cpu", device_bytes=None, host_bytes=1300 * MIB))
 
 
 def test_more_positions_than_the_model_has_are_refused() -> None:

@@ -42,7 +42,7 @@ def test_no_program_copies_the_page_pool(devices: tuple[PoolDevice, PoolDevice])
         for table in (device.programs.forward, device.programs.scatter):
             for key, program in table.items():
                 temporary = program.memory_analysis().temp_size_in_bytes  # type: ignore[attr-defined]
-                assert temporary < pool_bytes / 4, f"{key}: {temporary} bytes beside a pool of {pool_bytes}"
+                assert temporary < pool_bytes / 2, f"{key}: {temporary} bytes beside a pool of {pool_bytes}"
 
 
 def test_the_pool_is_updated_in_place(devices: tuple[PoolDevice, PoolDevice]) -> None:
