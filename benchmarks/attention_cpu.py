@@ -14,6 +14,7 @@ import argparse
 import dataclasses
 import re
 import time
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +30,7 @@ MAX_CONTEXT = 2048
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One step: `lengths` query tokens and `contexts` tokens in the cache of each row, in a program of `tokens` tokens."""
+    """One step: each row's query tokens and tokens in the cache, in a program of `tokens` flat tokens."""
 
     name: str
     tokens: int
@@ -41,8 +42,9 @@ class Case:
 def decode(rows: int, context: int, window: int | None = None, live: int | None = None) -> Case:
     live = rows if live is None else live
     name = f"decode batch {rows}" + (f" ({live} live)" if live != rows else "") + f", context {context}"
-    lengths = (1,) * live + (0,) * (rows - live)
-    return Case(name + (f", window {window}" if window else ""), rows, lengths, tuple(context * n for n in lengths), window)
+    name += f", window {window}" if window else ""
+    empty = (0,) * (rows - live)
+    return Case(name, rows, (1,) * live + empty, (context,) * live + empty, window)
 
 
 def prefill(tokens: int, rows: int, length: int, cached: int = 0, slots: int = 8, window: int | None = None) -> Case:
@@ -58,7 +60,7 @@ CASES = (
     decode(1, 2048, window=128),
     decode(16, 128),
     decode(16, 128, live=2),
-    dataclasses.replace(decode(16, 64), name="decode batch 16, contexts 64 and one 2048", contexts=(2048,) + (64,) * 15),
+    Case("decode batch 16, contexts 64 and one 2048", 16, (1,) * 16, (2048,) + (64,) * 15),
     decode(64, 128),
     prefill(16, 1, 16),
     prefill(16, 1, 10, cached=100),
@@ -73,7 +75,9 @@ CASES = (
 )
 
 
-def step(pages_LPKSW: jax.Array, q_THD: jax.Array, batch: RaggedBatch, *, window: int | None) -> tuple[jax.Array, jax.Array]:
+def step(
+    pages_LPKSW: jax.Array, q_THD: jax.Array, batch: RaggedBatch, *, window: int | None
+) -> tuple[jax.Array, jax.Array]:
     """All layers' writes and attentions, each fed by the one before."""
     for layer in range(LAYERS):
         pages_LPKSW = write_pages(pages_LPKSW, layer, q_THD[:, :KV_SLOTS], q_THD[:, -KV_SLOTS:], batch)
@@ -113,7 +117,7 @@ def measure(case: Case, num_pages: int, repeats: int) -> tuple[float, float, int
     program = jax.jit(step, donate_argnums=0, static_argnames="window").lower(
         pages, q_THD, batch, window=case.sliding_window
     )
-    compiled = program.compile()
+    compiled: Any = program.compile()
     compile_s = time.perf_counter() - started
     best = float("inf")
     for _ in range(repeats):

@@ -241,4 +241,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except Missing as died:
+        raise SystemExit(str(died)) from died

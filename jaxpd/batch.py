@@ -20,7 +20,7 @@ import numpy as np
 
 @dataclasses.dataclass(frozen=True, order=True)
 class BatchShape:
-    """A bucket: `tokens` flat tokens, `rows` sequences, `table` pages per page table. rows == tokens is a decode step."""
+    """A bucket: `tokens` flat tokens, `rows` sequences, `table` pages a table. rows == tokens is a decode step."""
 
     tokens: int
     rows: int

@@ -1,7 +1,7 @@
 """Errors that reach a person: each names the flag or field, the value, the limit and the cure.
 
 The class says what kind of answer it is; `serving` maps `code` to a gRPC status and an HTTP status, the CLI prints
-the message and exits with `exit_code`. Anything else that escapes is a bug and is answered as INTERNAL, without details.
+the message and exits with `exit_code`. Anything else that escapes is a bug, answered as INTERNAL without details.
 """
 
 from __future__ import annotations

@@ -77,7 +77,7 @@ class Limits:
 
     @property
     def host_weight_bytes(self) -> int:
-        """Host bytes of the weights on CPU: virtual devices with the same share use one buffer (checkpoints.placement)."""
+        """Host bytes of the weights on CPU: devices with equal shares use one buffer (checkpoints.placement)."""
         return sum({p.spec.tp: p.weight_bytes * p.spec.tp for p in self.pools}.values())
 
     @property
@@ -92,7 +92,7 @@ class Limits:
             tokens = pool.num_pages * self.page_size
             lines.append(
                 f"{pool.role:<8}{pool.spec!s:>5}  per device: weights {_size(pool.weight_bytes)} | "
-                f"KV {_size(pool.kv_bytes)} = {pool.num_pages} pages x {self.page_size} = {tokens:,} tokens a replica | "
+                f"KV {_size(pool.kv_bytes)} = {pool.num_pages} pages x {self.page_size} = {tokens:,} tokens each | "
                 f"{pool.rows} sequences, {pool.max_tokens} tokens a step"
             )
         if self.memory.device_bytes is None:
@@ -153,8 +153,8 @@ def make_limits(
     if fits < max_len or fits < 2 * asked.page_size:
         worst = max(page for _, _, page, _ in sizes) * needed_pages
         raise FailedPrecondition(
-            f"one sequence of --max-model-len {max_len} tokens needs {_size(worst)} of KV memory per device and there is "
-            f"room for {max(fits, 0)} tokens. Set --kv-memory {-(-worst // MIB)}MiB, or --max-model-len "
+            f"one sequence of --max-model-len {max_len} tokens needs {_size(worst)} of KV memory per device and there "
+            f"is room for {max(fits, 0)} tokens. Set --kv-memory {-(-worst // MIB)}MiB, or --max-model-len "
             f"{max(fits, 0)}, or a mesh with more devices",
             field="max_model_len",
         )

@@ -1,8 +1,8 @@
-"""The Python door: `LLM(...).generate(prompts, SamplingParams(...))` and `.stream(...)`, on the same engine as the server.
+"""The Python door: `LLM(...).generate(prompts, SamplingParams(...))` and `.stream(...)`, on the server's engine.
 
-    with LLM("smollm2-135m", prefill_mesh="8x1", decode_mesh="1x8") as llm:
-        for answer in llm.generate(["The capital of France is"], SamplingParams(max_tokens=16)):
-            print(answer.text)
+with LLM("smollm2-135m", prefill_mesh="8x1", decode_mesh="1x8") as llm:
+    for answer in llm.generate(["The capital of France is"], SamplingParams(max_tokens=16)):
+        print(answer.text)
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from jaxpd.progress import Progress, SilentProgress
 from jaxpd.request import (
     MAX_SEED,
     Event,
-    FinishEvent,
     FinishReason,
     Request,
     SamplingParams,
@@ -31,6 +30,7 @@ from jaxpd.request import (
     TokensEvent,
     Usage,
 )
+from jaxpd.startup import prepare_devices
 from jaxpd.text import TextStream, to_prompt_ids
 from jaxpd.tokenizer import Tokenizer
 
@@ -73,11 +73,13 @@ class LLM:
         if unknown := sorted(set(config) - known):
             raise InvalidArgument(f"unknown option {unknown[0]!r}; the options are {', '.join(sorted(known))}")
         shown = progress or SilentProgress()
+        asked = EngineConfig(**config)
+        prepare_devices(asked)
         checkpoint = resolve(model, progress=shown)
         self.tokenizer: Tokenizer = checkpoint.tokenizer()
         self._queues: dict[str, queue.SimpleQueue[Event]] = {}
         self._lock = threading.Lock()
-        self.engine = Engine(checkpoint, EngineConfig(**config), on_events=self._on_events, progress=shown)
+        self.engine = Engine(checkpoint, asked, on_events=self._on_events, progress=shown)
         for line in self.engine.limits.plan_lines():
             shown.note(line)
         self.engine.start()
@@ -96,7 +98,7 @@ class LLM:
             raise InvalidArgument(f"{len(each)} sampling params for {len(many)} prompts; give one, or one for each")
         requests = [self._request(prompt, p) for prompt, p in zip(many, each, strict=True)]
         answers: dict[str, Completion] = {}
-        waiting, running = list(reversed(requests)), []
+        waiting, running = list(reversed(requests)), list[Request]()
         bound = self.engine.limits.max_queued_requests
         try:
             while waiting or running:
@@ -144,9 +146,7 @@ class LLM:
             request_id=f"req-{secrets.token_hex(8)}", prompt_ids=ids, params=params, arrival_s=time.monotonic()
         )
         limits = self.engine.limits
-        request.validate(
-            vocab_size=self.engine.checkpoint.config.vocab_size, max_model_len=limits.max_model_len
-        )
+        request.validate(vocab_size=self.engine.checkpoint.config.vocab_size, max_model_len=limits.max_model_len)
         return request
 
     def _submit(self, request: Request) -> None:
@@ -163,14 +163,18 @@ class LLM:
         events = self._queues[request.request_id]
         text = TextStream(self.tokenizer, stop=request.params.stop)
         token_ids: list[int] = []
+        stopped = False
         while True:
             event = events.get()
-            if isinstance(event, TokensEvent) and not text.stopped:
+            if isinstance(event, TokensEvent):
+                if stopped:
+                    continue  # tokens that were on their way when a stop string ended it
                 token_ids.extend(event.token_ids)
                 yield Delta(token_ids=event.token_ids, text=text.push(event.token_ids))
-                if text.stopped:  # a stop string: nothing after it is wanted
+                if text.stopped:
+                    stopped = True
                     self.engine.abort(request.request_id)
-            elif isinstance(event, FinishEvent):
+            else:
                 rest = text.finish()
                 if rest:
                     yield Delta(token_ids=(), text=rest)
@@ -180,7 +184,7 @@ class LLM:
                     prompt_ids=request.prompt_ids,
                     token_ids=tuple(token_ids),
                     text=text.text,
-                    finish_reason=FinishReason.STOP if text.stopped else event.reason,
+                    finish_reason=FinishReason.STOP if stopped else event.reason,
                     stop_token_id=event.stop_token_id,
                     usage=dataclasses.replace(event.usage, completion_tokens=len(token_ids)),
                     timings=event.timings,

@@ -180,7 +180,9 @@ class Pool:
             self.device.scatter(replica, lease.pages[: self._pages_for(seq.prompt_len)], pieces)
         except Exception as error:
             log.exception("accepting request %s failed", seq.request_id)
-            self.owner.emit([self.owner.finish(seq, FinishReason.ERROR, error=_internal("accept of a hand-off", error))])
+            self.owner.emit(
+                [self.owner.finish(seq, FinishReason.ERROR, error=_internal("accept of a hand-off", error))]
+            )
             self._recover(error)
             return
         seq.move(State.DECODING)
@@ -199,9 +201,9 @@ class Pool:
         rows: list[list[Row]] = []
         sampling: list[tuple[int, int, Sequence]] = []
         last_chunks: list[tuple[int, Sequence]] = []
-        for r, picks in enumerate(chosen):
-            rows.append([self._row(seq, count) for seq, count in picks])
-            for i, (seq, _) in enumerate(picks):
+        for r, work in enumerate(chosen):
+            rows.append([self._row(seq, count) for seq, count in work])
+            for i, (seq, _) in enumerate(work):
                 if not seq.prompt_left:
                     if seq.state is State.PREFILLING:
                         last_chunks.append((r, seq))

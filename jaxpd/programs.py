@@ -116,12 +116,14 @@ class Programs:
             for count in PAGE_BUCKETS:
                 key = (replica, count)
                 if gathers:
-                    yield f"gather r{replica} n{count}", task(
-                        self.gather, key, functools.partial(_compile_gather, spec, replica, count)
+                    yield (
+                        f"gather r{replica} n{count}",
+                        task(self.gather, key, functools.partial(_compile_gather, spec, replica, count)),
                     )
                 if scatters:
-                    yield f"scatter r{replica} n{count}", task(
-                        self.scatter, key, functools.partial(_compile_scatter, spec, replica, count)
+                    yield (
+                        f"scatter r{replica} n{count}",
+                        task(self.scatter, key, functools.partial(_compile_scatter, spec, replica, count)),
                     )
 
 

@@ -1,7 +1,7 @@
 """From a configuration to running pools: meshes, limits, weights, programs. Everything slow at start is here.
 
-    place        mesh specs -> devices -> limits            nothing is read or allocated
-    build_pools  weights onto the meshes, programs compiled in parallel, page pools made
+place        mesh specs -> devices -> limits            nothing is read or allocated
+build_pools  weights onto the meshes, programs compiled in parallel, page pools made
 """
 
 from __future__ import annotations
@@ -44,14 +44,24 @@ class Placement:
     limits: Limits
 
 
-def place(checkpoint: Checkpoint, config: EngineConfig) -> Placement:
-    """Meshes and limits for a model. Raises InvalidArgument or FailedPrecondition before anything is allocated."""
-    given = [_parse(config.prefill_mesh, "--prefill-mesh"), _parse(config.decode_mesh, "--decode-mesh")]
+def prepare_devices(config: EngineConfig) -> tuple[tuple[MeshSpec, ...] | None, tuple[MeshSpec, ...] | None]:
+    """The mesh specs that were given; on CPU their virtual devices are made.
+
+    Call it before a checkpoint is resolved: opening an Orbax folder starts JAX's backend, which fixes the devices.
+    Raises InvalidArgument for a spec that does not parse, FailedPrecondition when the backend has too few devices.
+    """
+    given = _parse(config.prefill_mesh, "--prefill-mesh"), _parse(config.decode_mesh, "--decode-mesh")
     wanted = max(total_devices(*(g or (MeshSpec(1, 1),) for g in given)), DEFAULT_CPU_DEVICES)
     try:
         ensure_cpu_devices(wanted)
     except RuntimeError as error:
         raise FailedPrecondition(str(error), field="prefill_mesh") from error
+    return given
+
+
+def place(checkpoint: Checkpoint, config: EngineConfig) -> Placement:
+    """Meshes and limits for a model. Raises InvalidArgument or FailedPrecondition before anything is allocated."""
+    given = prepare_devices(config)
     devices = jax.devices()
     memory = _memory(devices[0])
     try:

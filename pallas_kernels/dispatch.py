@@ -1,8 +1,8 @@
 """Picks the implementation of an operation by platform, dtype and shape, and says once in the log which and why.
 
-Every operation folder lists its implementations as a tuple of `Implementation`, the best first; `choose` takes the first
-that can run the call. A new kernel (`tpu.py`, `gpu.py`) is one more entry with the same signature as `reference.py`; its
-`refuse` looks at the call and answers why it cannot take it (too small a chip, a head size, a dtype), or None.
+Every operation folder lists its implementations as a tuple of `Implementation`, the best first; `choose` takes the
+first that can run the call. A new kernel (`tpu.py`, `gpu.py`) is one more entry with the same signature as
+`reference.py`; its `refuse` looks at the call and answers why it cannot take it (a head size, a dtype), or None.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def current_platform() -> str:
     """Platform that the program being traced is for: the mesh's where it says so (compiling for hardware that is not
     there), else that of the default device or backend. "cpu", "gpu" or "tpu"."""
     described = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
-    device = jax.config.jax_default_device
+    device = getattr(jax.config, "jax_default_device", None)
     if described is not None and described.platform:
         platform = described.platform
     elif device is not None:
@@ -86,14 +86,14 @@ def _choose(operation: str, implementations: tuple[Implementation, ...], request
     names = [i.name for i in implementations]
     if requested != AUTO and requested not in names:
         raise ValueError(f"implementation={requested!r} of {operation} is unknown: use {AUTO!r} or one of {names}")
-    passed_over = []
+    passed_over: list[str] = []
     for implementation in implementations:
         if requested not in (AUTO, implementation.name):
             continue
         objection = implementation.objection(call)
         if objection is None:
-            _log_once(operation, implementation, "asked for" if requested != AUTO else implementation.why,
-                      tuple(passed_over), call)
+            why = implementation.why if requested == AUTO else "asked for"
+            _log_once(operation, implementation, why, tuple(passed_over), call)
             return implementation
         passed_over.append(f"{implementation.name}: {objection}")
     raise ValueError(

@@ -51,7 +51,7 @@ def host_reads(monkeypatch: pytest.MonkeyPatch) -> Counter:
 _compiling: list[Counter] = []
 
 
-def _listen(event: str, duration: float, **kwargs: object) -> None:
+def _listen(event: str, duration_secs: float, **kwargs: str | int) -> None:
     if event == "/jax/core/compile/backend_compile_duration":
         for counter in _compiling:
             counter.count += 1

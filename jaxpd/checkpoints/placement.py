@@ -2,8 +2,8 @@
 
 Every tensor is read once for all meshes, cut on the host into the shares that the layouts ask for (head slots, FFN,
 vocabulary; zeros as padding), and each share is put on the devices that hold it. At no time does more than one
-parameter's worth of host copies exist. On CPU a share is not even copied: it is built 64-byte aligned, so that JAX takes
-the host's buffer as it is, and all virtual devices with the same share (data replicas, pools of equal cut) use one.
+parameter's worth of host copies exist. On CPU a share is not even copied: it is built 64-byte aligned, so that JAX
+takes the host's buffer as it is, and all virtual devices with one share (data replicas, pools of equal cut) use it.
 """
 
 from __future__ import annotations

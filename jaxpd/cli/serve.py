@@ -81,6 +81,7 @@ def serve(
 def _run(model: str, config: EngineConfig, *, host: str, grpc_port: int, shutdown_timeout: float) -> None:
     from jaxpd.checkpoints.resolving import resolve
     from jaxpd.engine import Engine
+    from jaxpd.startup import prepare_devices
     from serving import server
 
     started_s = time.monotonic()
@@ -88,6 +89,7 @@ def _run(model: str, config: EngineConfig, *, host: str, grpc_port: int, shutdow
     engines: list[Engine] = []
 
     def make_engine(on_events: server.OnEvents) -> Engine:
+        prepare_devices(config)
         checkpoint = resolve(model, progress=progress)
         engine = Engine(checkpoint, config, on_events=on_events, progress=progress)
         progress.note("\n".join(["memory plan:", *(f"  {line}" for line in engine.limits.plan_lines())]))

@@ -11,9 +11,7 @@ from pallas_kernels.gather_pages.validate import validate
 IMPLEMENTATIONS = (Implementation("xla", EVERYWHERE, _xla, "the XLA reference, which runs everywhere"),)
 
 
-def gather_pages(
-    pages_LPKSW: jax.Array, page_ids_N: jax.Array, *, implementation: str = AUTO
-) -> tuple[jax.Array, ...]:
+def gather_pages(pages_LPKSW: jax.Array, page_ids_N: jax.Array, *, implementation: str = AUTO) -> tuple[jax.Array, ...]:
     """K arrays [L, N, S, W], the dtype of the pool: the pages `page_ids_N` (int32) of each KV slot.
 
     Ids out of range are clamped: what stands there is for the caller to ignore. `implementation`: "auto" or a name from

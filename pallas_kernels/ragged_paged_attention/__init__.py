@@ -27,11 +27,11 @@ def ragged_paged_attention(
     soft_cap: float | None = None,
     implementation: str = AUTO,
 ) -> jax.Array:
-    """Attention of each query token over the tokens of its own sequence up to itself; returns [T, H, D], dtype of `q_THD`.
+    """Attention of each query token over its own sequence up to itself; returns [T, H, D], dtype of `q_THD`.
 
     q_THD: [T, H, D] float; H = K * group query slots, slot h reads KV slot h // group.
-    pages_LPKSW: [L, P, K, S, W] pool with the keys in lanes [0, D), the values in [D, 2 D); this step's tokens are already
-        in it (`write_pages`). Its dtype may be narrower than float32; scores, softmax and sums are float32.
+    pages_LPKSW: [L, P, K, S, W] pool with the keys in lanes [0, D), the values in [D, 2 D); this step's tokens are
+        already in it (`write_pages`). Its dtype may be narrower than float32; scores, softmax and sums are float32.
     layer: which L, a Python int or an int32 scalar.
     batch: shapes as in `RaggedBatch`. A program with T == B is a decode step: row i is token i.
     scale: factor on q . k, before the cap.
@@ -39,14 +39,12 @@ def ragged_paged_attention(
     soft_cap: scores become `soft_cap * tanh(scores / soft_cap)`; None is no cap.
     implementation: "auto" or a name from IMPLEMENTATIONS.
 
-    Padding tokens give zeros. Pages outside a row's context are never seen, whatever they hold. Raises ValueError, which
-    names argument, value and limit, for shapes or options that do not fit, or an implementation that cannot run.
+    Padding tokens give zeros. Slots outside a row's context are never seen, whatever they hold. Raises ValueError,
+    which names argument, value and limit, for shapes or options that do not fit, or an implementation that cannot run.
     """
     validate(q_THD, pages_LPKSW, layer, batch, scale=scale, sliding_window=sliding_window, soft_cap=soft_cap)
     T, H, D = q_THD.shape
     _, _, K, S, W = pages_LPKSW.shape
     shapes = {"T": T, "B": batch.context_lens.shape[0], "H": H, "K": K, "D": D, "S": S, "W": W}
     chosen = choose("ragged_paged_attention", IMPLEMENTATIONS, implementation, dtype=pages_LPKSW.dtype, shapes=shapes)
-    return chosen.run(
-        q_THD, pages_LPKSW, layer, batch, scale=scale, sliding_window=sliding_window, soft_cap=soft_cap
-    )
+    return chosen.run(q_THD, pages_LPKSW, layer, batch, scale=scale, sliding_window=sliding_window, soft_cap=soft_cap)

@@ -1,4 +1,4 @@
-"""Checks a call of `ragged_paged_attention` while it is traced: shapes, dtypes and options. Costs nothing at run time."""
+"""Checks a call of `ragged_paged_attention` while it is traced: shapes, dtypes and options."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import math
 import jax
 
 from pallas_kernels.batch import RaggedBatch
-from pallas_kernels.checks import check_batch, check_layer, check_lanes, check_pool, need_float
+from pallas_kernels.checks import check_batch, check_lanes, check_layer, check_pool, need_float
 
 
 def validate(
@@ -36,7 +36,5 @@ def validate(
         raise ValueError(f"scale={scale!r}, need a finite number above 0 (usually head_dim ** -0.5)")
     if sliding_window is not None and not (isinstance(sliding_window, int) and sliding_window >= 1):
         raise ValueError(f"sliding_window={sliding_window!r}, need an int of at least 1, or None for the whole context")
-    if soft_cap is not None and not (
-        isinstance(soft_cap, (int, float)) and math.isfinite(soft_cap) and soft_cap > 0
-    ):
+    if soft_cap is not None and not (isinstance(soft_cap, (int, float)) and math.isfinite(soft_cap) and soft_cap > 0):
         raise ValueError(f"soft_cap={soft_cap!r}, need a finite number above 0, or None for no cap")

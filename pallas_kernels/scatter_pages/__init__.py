@@ -16,8 +16,8 @@ def scatter_pages(
 ) -> jax.Array:
     """The pool with `heads[k][:, n]` in page `page_ids_N[n]` of KV slot k; in place where the pool is donated.
 
-    pages_LPKSW: [L, P, K, S, W]; page_ids_N: [N] int32, those within [0, P) all different; heads: K arrays [L, N, S, W] of
-    the pool's dtype. Pages with an id out of range are dropped. `implementation`: "auto" or a name from
+    pages_LPKSW: [L, P, K, S, W]; page_ids_N: [N] int32, those within [0, P) all different; heads: K arrays
+    [L, N, S, W] of the pool's dtype. Pages with an id out of range are dropped. `implementation`: "auto" or a name from
     IMPLEMENTATIONS. Raises ValueError, which names argument, value and limit, for shapes or dtypes that do not fit.
     """
     validate(pages_LPKSW, page_ids_N, heads)

@@ -17,8 +17,8 @@ def write_pages(
     kv_TKW = jnp.pad(kv_TKW, ((0, 0), (0, 0), (0, W - 2 * D)))
     page_T, slot_T = batch.token_page, batch.token_slot
     if page_T.shape[0] == 1:
-        # XLA turns a scatter of one index into a select and an update that copy the whole pool (seen on CPU, jax 0.10.2);
-        # a second index that is dropped keeps it a scatter, in place.
+        # XLA turns a scatter of one index into a select and an update that copy the whole pool (seen on CPU, jax
+        # 0.10.2); a second index that is dropped keeps it a scatter, in place.
         page_T = jnp.concatenate([page_T, jnp.full(1, pages_LPKSW.shape[1], page_T.dtype)])
         slot_T, kv_TKW = jnp.repeat(slot_T, 2), jnp.repeat(kv_TKW, 2, axis=0)
     return pages_LPKSW.at[layer, page_T, :, slot_T].set(kv_TKW, mode="drop")

@@ -94,9 +94,7 @@ def started(tiny_folders: dict[str, pathlib.Path]) -> Iterator[Callable[..., Run
         small = {"max_model_len": 160, "max_num_batched_tokens": 32, "max_num_seqs": 4, **config}
         key = (model, prefill, decode, tuple(sorted(small.items())))
         if key not in engines:
-            engines[key] = Running(
-                tiny_folders[model], EngineConfig(prefill_mesh=prefill, decode_mesh=decode, **small)
-            )
+            engines[key] = Running(tiny_folders[model], EngineConfig(prefill_mesh=prefill, decode_mesh=decode, **small))
         engines[key].answers.clear()
         engines[key].on_token = lambda event: None
         return engines[key]

@@ -29,7 +29,9 @@ def plain(started: Started) -> Any:
     return started("smollm2", "1x1", "1x1")
 
 
-@pytest.mark.parametrize(("prefill", "decode"), [("8x1", "1x4"), ("1x2", "4x1"), ("4x1", "2x2"), ("1x1,2x1", "1x2,3x1")])
+@pytest.mark.parametrize(
+    ("prefill", "decode"), [("8x1", "1x4"), ("1x2", "4x1"), ("4x1", "2x2"), ("1x1,2x1", "1x2,3x1")]
+)
 def test_tokens_are_the_same_on_every_pair_of_meshes(prefill: str, decode: str, started: Started) -> None:
     running = started("smollm2", prefill, decode)
     for name, prompt in PROMPTS.items():
@@ -41,7 +43,7 @@ def test_tokens_are_the_same_on_every_pair_of_meshes(prefill: str, decode: str, 
 
 
 def test_a_request_does_not_depend_on_what_else_runs(plain: Any) -> None:
-    params = {"max_tokens": 12, "temperature": 1.3}
+    params: dict[str, Any] = {"max_tokens": 12, "temperature": 1.3}
     for i, (name, prompt) in enumerate(PROMPTS.items()):
         plain.submit(f"{name}-together", prompt["prompt_ids"], seed=i, **params)
     plain.wait()
@@ -111,7 +113,7 @@ def test_timings_cover_the_stages(plain: Any) -> None:
 
 def test_bad_requests_are_refused_and_hurt_nobody(plain: Any) -> None:
     good = plain.submit("good", PROMPTS["len100"]["prompt_ids"], max_tokens=24)
-    for prompt, params, field in [
+    bad: list[tuple[list[int], dict[str, Any], str]] = [
         ([], {}, "prompt"),
         ([10**9], {}, "prompt_ids"),
         ([-1], {}, "prompt_ids"),
@@ -121,7 +123,8 @@ def test_bad_requests_are_refused_and_hurt_nobody(plain: Any) -> None:
         ([1], {"temperature": float("nan")}, "temperature"),
         ([1], {"seed": -1}, "seed"),
         ([1], {"stop_token_ids": (10**9,)}, "stop_token_ids"),
-    ]:
+    ]
+    for prompt, params, field in bad:
         with pytest.raises(InvalidArgument) as caught:
             plain.submit("bad", prompt, **params)
         assert caught.value.field == field
@@ -220,9 +223,7 @@ def test_storm_of_requests_cancels_and_errors_leaves_nothing_behind(started: Sta
     running.assert_at_baseline()
 
 
-def test_a_failing_step_answers_its_requests_and_the_pool_goes_on(
-    plain: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failing_step_answers_its_requests_and_the_pool_goes_on(plain: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A fault of the device is injected in one decode step: an error for who was in it, service for who comes after."""
     device = plain.engine._decode[0].device
     real, armed = device.step, [True]
@@ -245,16 +246,16 @@ def test_a_failing_step_answers_its_requests_and_the_pool_goes_on(
 
 
 def test_a_failed_transfer_is_an_error_for_its_request_alone(plain: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    import meshes.transfer.in_process as transport
+    from meshes.transfer.move import move_heads
 
-    real, armed = transport.move_heads, [True]
+    armed = [True]
 
     def failing(*args: Any) -> Any:
         if armed.pop() if armed else False:
             raise RuntimeError("the link is down")
-        return real(*args)
+        return move_heads(*args)
 
-    monkeypatch.setattr(transport, "move_heads", failing)
+    monkeypatch.setattr("meshes.transfer.in_process.move_heads", failing)
     victim = plain.submit("victim", PROMPTS["len17"]["prompt_ids"], max_tokens=24)
     assert victim.ended.wait(20)
     other = plain.submit("other", PROMPTS["len40"]["prompt_ids"], max_tokens=24)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import pytest
 
@@ -31,8 +32,8 @@ SMOL = from_hf(
 HOST = Memory(platform="cpu", device_bytes=None, host_bytes=16 << 30)
 
 
-def plan(prefill: str, decode: str, memory: Memory = HOST, model: ModelConfig = SMOL, **asked: object) -> Limits:
-    config = EngineConfig(**asked)  # type: ignore[arg-type]
+def plan(prefill: str, decode: str, memory: Memory = HOST, model: ModelConfig = SMOL, **asked: Any) -> Limits:
+    config = EngineConfig(**asked)
     return make_limits("m", model, config, parse_mesh_specs(prefill), parse_mesh_specs(decode), memory)
 
 
@@ -57,7 +58,7 @@ def test_the_longest_sequence_shrinks_to_what_every_replica_can_hold() -> None:
 
 @pytest.mark.parametrize("memory", ["40MiB", "8MiB"])
 def test_the_cure_of_a_pool_that_is_too_small_fits(memory: str) -> None:
-    asked = {"max_model_len": 4096, "kv_memory": int(memory.removesuffix("MiB")) * MIB}
+    asked: dict[str, Any] = {"max_model_len": 4096, "kv_memory": int(memory.removesuffix("MiB")) * MIB}
     with pytest.raises(FailedPrecondition, match="--max-model-len 4096") as caught:
         plan("1x1", "1x1", **asked)
     larger = int(re.search(r"--kv-memory (\d+)MiB", caught.value.message).group(1))  # type: ignore[union-attr]
@@ -88,8 +89,13 @@ def test_an_accelerator_uses_what_the_weights_leave() -> None:
     decode = limits.decode[0]
     assert decode.weight_bytes + decode.kv_bytes <= 16 << 30
     with pytest.raises(FailedPrecondition, match="8x1"):
-        plan("4x1", "1x1", Memory(platform="tpu", device_bytes=64 * MIB, host_bytes=1 << 40), kv_memory=40 * MIB,
-             max_model_len=256)
+        plan(
+            "4x1",
+            "1x1",
+            Memory(platform="tpu", device_bytes=64 * MIB, host_bytes=1 << 40),
+            kv_memory=40 * MIB,
+            max_model_len=256,
+        )
 
 
 def test_buckets_cover_every_step() -> None:

@@ -1,7 +1,7 @@
 """The first law: greedy tokens equal to the reference in float32, on every pair of meshes.
 
-The suite runs one uneven pair of SmolLM2-135M through `jaxpd.LLM`; `make reference` runs all pairs by the command a user
-types, and `make gemma` two pairs of Gemma 3 270M. The references were made with transformers (tests/data/README.md).
+The suite runs one uneven pair of SmolLM2-135M through `jaxpd.LLM`; `make reference` runs all pairs by the command that
+people type, and `make gemma` two pairs of Gemma 3 270M. The references come from transformers (tests/data/README.md).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def excused(prompt: dict[str, Any], got: list[int]) -> bool:
 
 
 def test_smollm2_on_uneven_meshes() -> None:
-    limits = {"max_model_len": 1024, "max_num_batched_tokens": 256, "max_num_seqs": 4}
+    limits: dict[str, Any] = {"max_model_len": 1024, "max_num_batched_tokens": 256, "max_num_seqs": 4}
     prompts = reference("smollm2-135m")
     with LLM("smollm2-135m", prefill_mesh="4x1", decode_mesh="1x2", **limits) as llm:
         answers = llm.generate([p["prompt_ids"] for p in prompts], SamplingParams(max_tokens=32, ignore_eos=True))
