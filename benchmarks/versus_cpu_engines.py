@@ -22,8 +22,9 @@ What is measured; benchmarks/engines/with_*.py say for each engine what exactly 
 Every engine is a process of its own, loaded once and warmed up; it sleeps while another is measured. A round measures
 every metric on every engine in turn, starting with another engine each time; ratios are taken within a round, and
 median and range over the rounds are shown. A measurement during which other processes used more than 0.2 cores is
-repeated (at most twice) and the quietest one kept. After the rounds jaxpd is started twice more, with an empty compile
-cache and with a full one, to see its peak memory against 2.0 x float32 weights + page pools + 600 MB.
+repeated, at most twice, and if that did not help it is left out, together with what it would be divided by. After the
+rounds jaxpd is started twice more, with an empty compile cache and with a full one, to see its peak memory against
+2.0 x float32 weights + page pools + 600 MB.
 
 The peers run in the interpreter that --peer-python names (default: this one). To make one, on Python 3.11 or newer:
 
@@ -53,12 +54,12 @@ from engines.report import (  # type: ignore[import-not-found]
     LLAMA_Q4,
     METRICS,
     PROMPT,
+    QUIET,
     TENFOLD,
     TRANSFORMERS,
     rate,
     same_text,
     show,
-    spread,
     summarise,
 )
 from machine import busy_seconds, describe, slug  # type: ignore[import-not-found]
@@ -72,7 +73,6 @@ MIB = 1 << 20
 KV_MEMORY = 113 * MIB  # 160 pages of SmolLM2 in float32: 2,560 tokens, and 16 requests of 64 + 64 take 2,048
 CONTEXT = 2560
 MAX_MODEL_LEN = 1600  # 16 rows of 100 pages: so that ten times the pages are not more than could be used
-QUIET = 0.2  # cores used by others
 
 
 def say(text: str) -> None:
@@ -213,7 +213,6 @@ def main() -> None:
             start |= {"kv_memory": KV_MEMORY, "compile_cache": str(folder / "xla")}
             memory |= memory_of_starts(start, ids, tokens, folder)
     names = list(engines)
-    others = [answer["others"] for r in found for metric in METRICS for answer in r[metric].values()]
     result = {
         "command": " ".join(["python benchmarks/versus_cpu_engines.py", *sys.argv[1:]]),
         "machine": about,
@@ -223,7 +222,6 @@ def main() -> None:
         "missing": missing,
         **summarise(found, names),
         "same_text_as_jaxpd": same_text(found, names, tokenizer.decode),
-        "cores_used_by_others": spread(others),
         "memory_bound_bytes": 2 * mine["weight_bytes"] + mine["pool_bytes"] + 600_000_000,
         "memory": memory,
         "rounds": [

@@ -153,14 +153,13 @@ def _compile_forward(spec: ProgramSpec, shape: BatchShape) -> Callable[..., Any]
             )
             return merge(graphdef, params)(ids_T, pages_LPKSW, batch)
 
-        def skip(pages_LPKSW: jax.Array) -> tuple[jax.Array, jax.Array]:
-            return jnp.zeros((shape.rows, vocab_local), jnp.float32), pages_LPKSW
-
         pages_LPKSW = pages_1LPKSW[0]
         if spec.replicas == 1:  # a pool of one replica is never stepped without rows
             logits_BV, pages_LPKSW = run(pages_LPKSW)
-        else:
-            logits_BV, pages_LPKSW = jax.lax.cond(step.live_rows > 0, run, skip, pages_LPKSW)
+        else:  # a loop of one round or none: a `cond` would do, but XLA copies the page pool in its branch (seen on CPU)
+            nothing = jnp.zeros((shape.rows, vocab_local), jnp.float32)
+            rounds = jnp.minimum(step.live_rows, 1)
+            logits_BV, pages_LPKSW = jax.lax.fori_loop(0, rounds, lambda _, c: run(c[1]), (nothing, pages_LPKSW))
         return logits_BV[None], pages_LPKSW[None]
 
     in_specs = (param_specs, PAGES_SPEC, P(DATA), P(DATA))

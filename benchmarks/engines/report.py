@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from rich.console import Console
@@ -21,6 +21,7 @@ JAXPD, TENFOLD, TRANSFORMERS, LLAMA_F32, LLAMA_Q4 = NAMES = (
     "llama.cpp Q4_1",
 )
 PROMPT = 512  # tokens of the long prompt
+QUIET = 0.2  # cores: a measurement during which others used more is disturbed
 METRICS = ("prompt", "decode", "decode512", "sixteen")
 AIMS = {  # at least this many times the peer
     ("prompt", TRANSFORMERS): 1.0,
@@ -45,31 +46,42 @@ def spread(values: list[float]) -> dict[str, float]:
     return {name: round(f(values), 4) for name, f in (("median", statistics.median), ("min", min), ("max", max))}
 
 
-def summarise(rounds: list[Any], names: list[str]) -> dict[str, Any]:
+def undisturbed(rounds: list[Any], metric: str, names: Sequence[str]) -> list[Any]:
+    """The rounds in which others left these engines alone during `metric`; all rounds where there is no such round."""
+    return [r for r in rounds if all(r[metric][name]["others"] <= QUIET for name in names)] or rounds
+
+
+def summarise(rounds: list[Any], names: Sequence[str]) -> dict[str, Any]:
     """Figures, ratios to peers, and step times of the two pools, from the raw answers."""
-    figures = {m: {n: spread([rate(m, r[m][n]) for r in rounds]) for n in names} for m in METRICS}
-    ratios = {
-        metric: {
-            name: spread([rate(metric, r[metric][JAXPD]) / rate(metric, r[metric][name]) for r in rounds])
-            for name in names
-            if name not in (JAXPD, TENFOLD)
-        }
-        for metric in METRICS
-    }
+
+    def figure(metric: str, name: str) -> dict[str, float]:
+        return spread([rate(metric, r[metric][name]) for r in undisturbed(rounds, metric, [name])])
+
+    def over(metric: str, peer: str) -> dict[str, float]:
+        found = undisturbed(rounds, metric, [JAXPD, peer])
+        return spread([rate(metric, r[metric][JAXPD]) / rate(metric, r[metric][peer]) for r in found])
 
     def step_ms(answer: dict[str, Any]) -> float:
         return 1e3 * float(answer.get("step_s") or answer["seconds"] / answer["steps"])
 
     steps = {}
     for metric in ("decode", "decode512", "sixteen"):
-        once = [step_ms(r[metric][JAXPD]) for r in rounds]
-        tenfold = [step_ms(r[metric][TENFOLD]) for r in rounds]
+        found = undisturbed(rounds, metric, [JAXPD, TENFOLD])
+        once, tenfold = ([step_ms(r[metric][name]) for r in found] for name in (JAXPD, TENFOLD))
         both = zip(tenfold, once, strict=True)
         steps[metric] = {"1x": spread(once), "10x": spread(tenfold), "ratio": spread([t / o for t, o in both])}
-    return {"tokens_per_s": figures, "jaxpd_over_peer": ratios, "step_ms": steps}
+    peers = [name for name in names if name not in (JAXPD, TENFOLD)]
+    measured = [r[metric][name]["others"] for r in rounds for metric in METRICS for name in names]
+    return {
+        "tokens_per_s": {metric: {name: figure(metric, name) for name in names} for metric in METRICS},
+        "jaxpd_over_peer": {metric: {peer: over(metric, peer) for peer in peers} for metric in METRICS},
+        "step_ms": steps,
+        "cores_used_by_others": spread(measured),
+        "disturbed": f"{sum(o > QUIET for o in measured)} of {len(measured)}",
+    }
 
 
-def same_text(rounds: list[Any], names: list[str], decode: Callable[[list[int]], str]) -> dict[str, float]:
+def same_text(rounds: list[Any], names: Sequence[str], decode: Callable[[list[int]], str]) -> dict[str, float]:
     """Share of the decoded text that equals jaxpd's, up to the first difference. Greedy and float32 should agree."""
 
     def text(answer: dict[str, Any]) -> str:
@@ -99,7 +111,10 @@ def show(result: dict[str, Any]) -> None:
         cells = [range_of(result["tokens_per_s"][metric][name], 1) for metric in METRICS]
         same = result["same_text_as_jaxpd"].get(name)
         table.add_row(name, *cells, f"{about['peak_bytes'] / 1e6:.0f}", "" if same is None else f"{same:.0%}")
-    table.caption = f"other processes used {result['cores_used_by_others']['median']:.2f} cores meanwhile"
+    others = result["cores_used_by_others"]
+    table.caption = (
+        f"other processes used {others['median']:.2f} cores meanwhile; {result['disturbed']} left out as disturbed"
+    )
     console.print(table)
 
     table = Table(title="jaxpd, times the peer")

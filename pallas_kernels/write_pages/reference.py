@@ -15,10 +15,19 @@ def write_pages(
     D, W = k_TKD.shape[2], pages_LPKSW.shape[4]
     kv_TKW = jnp.concatenate([k_TKD, v_TKD], axis=-1).astype(pages_LPKSW.dtype)
     kv_TKW = jnp.pad(kv_TKW, ((0, 0), (0, 0), (0, W - 2 * D)))
-    page_T, slot_T = batch.token_page, batch.token_slot
-    if page_T.shape[0] == 1:
-        # XLA turns a scatter of one index into a select and an update that copy the whole pool (seen on CPU, jax
-        # 0.10.2); a second index that is dropped keeps it a scatter, in place.
-        page_T = jnp.concatenate([page_T, jnp.full(1, pages_LPKSW.shape[1], page_T.dtype)])
-        slot_T, kv_TKW = jnp.repeat(slot_T, 2), jnp.repeat(kv_TKW, 2, axis=0)
-    return pages_LPKSW.at[layer, page_T, :, slot_T].set(kv_TKW, mode="drop")
+    if kv_TKW.shape[0] == 1:
+        return _write_one(pages_LPKSW, layer, kv_TKW[0], batch.token_page[0], batch.token_slot[0])
+    return pages_LPKSW.at[layer, batch.token_page, :, batch.token_slot].set(kv_TKW, mode="drop")
+
+
+def _write_one(
+    pages_LPKSW: jax.Array, layer: int | jax.Array, kv_KW: jax.Array, page: jax.Array, slot: jax.Array
+) -> jax.Array:
+    """A loop of one round, or of none for padding: XLA makes a scatter of one index a select that copies the pool."""
+    K, W = kv_KW.shape
+
+    def write(_: jax.Array, pages_LPKSW: jax.Array) -> jax.Array:
+        return jax.lax.dynamic_update_slice(pages_LPKSW, kv_KW.reshape(1, 1, K, 1, W), (layer, page, 0, slot, 0))
+
+    rounds = (page < pages_LPKSW.shape[1]).astype(jnp.int32)
+    return jax.lax.fori_loop(0, rounds, write, pages_LPKSW)

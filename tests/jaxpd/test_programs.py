@@ -20,15 +20,15 @@ PAGES = 600  # of one replica: the pool must dwarf everything else a program hol
 
 
 @pytest.fixture(scope="module")
-def devices(tiny_folders: dict[str, pathlib.Path]) -> tuple[PoolDevice, PoolDevice]:
-    """(prefill 2x1, decode 1x2) with pools of 600 pages."""
+def devices(tiny_folders: dict[str, pathlib.Path]) -> tuple[PoolDevice, ...]:
+    """Prefill 2x1, decode 1x2, decode 2x1, with decode pools of 600 pages."""
     checkpoint = resolve(str(tiny_folders["smollm2"]), progress=SilentProgress())
     asked = {"max_model_len": 160, "max_num_batched_tokens": 32, "max_num_seqs": 64}
-    config = EngineConfig(prefill_mesh="2x1", decode_mesh="1x2", **asked)  # type: ignore[arg-type]
+    config = EngineConfig(prefill_mesh="2x1", decode_mesh="1x2,2x1", **asked)  # type: ignore[arg-type]
     placement = place(checkpoint, config)
     prefill, decode = build_pools(placement, checkpoint, config, owner=None, progress=SilentProgress())  # type: ignore[arg-type]
-    assert decode[0].device.spec.num_pages >= PAGES
-    return prefill[0].device, decode[0].device
+    assert all(pool.device.spec.num_pages >= PAGES for pool in decode)
+    return (*(pool.device for pool in prefill + decode),)
 
 
 def row(context: int, page: int, *, slot: int = 0, tokens: int = 1) -> Row:
@@ -36,7 +36,7 @@ def row(context: int, page: int, *, slot: int = 0, tokens: int = 1) -> Row:
     return Row([3] * tokens, context, pages, slot=slot, output_index=0, seed=0, temperature=0.0)
 
 
-def test_no_program_copies_the_page_pool(devices: tuple[PoolDevice, PoolDevice]) -> None:
+def test_no_program_copies_the_page_pool(devices: tuple[PoolDevice, ...]) -> None:
     for device in devices:
         pool_bytes = device.pages.nbytes // device.pages.sharding.num_devices
         for table in (device.programs.forward, device.programs.scatter):
@@ -45,7 +45,7 @@ def test_no_program_copies_the_page_pool(devices: tuple[PoolDevice, PoolDevice])
                 assert temporary < pool_bytes / 2, f"{key}: {temporary} bytes beside a pool of {pool_bytes}"
 
 
-def test_the_pool_is_updated_in_place(devices: tuple[PoolDevice, PoolDevice]) -> None:
+def test_the_pool_is_updated_in_place(devices: tuple[PoolDevice, ...]) -> None:
     for device in devices:
         shape = device.spec.shapes[0]
         before = {s.device: s.data.unsafe_buffer_pointer() for s in device.pages.addressable_shards}
@@ -54,8 +54,8 @@ def test_the_pool_is_updated_in_place(devices: tuple[PoolDevice, PoolDevice]) ->
         assert before == after
 
 
-@pytest.mark.parametrize("which", [0, 1])
-def test_only_the_rows_own_slots_are_written(which: int, devices: tuple[PoolDevice, PoolDevice]) -> None:
+@pytest.mark.parametrize("which", [0, 1, 2])
+def test_only_the_rows_own_slots_are_written(which: int, devices: tuple[PoolDevice, ...]) -> None:
     """Every byte outside the new tokens' slots is what it was, for every bucket, padding included."""
     device = devices[which]
     rng = np.random.default_rng(0)
@@ -72,8 +72,8 @@ def test_only_the_rows_own_slots_are_written(which: int, devices: tuple[PoolDevi
         assert {tuple(int(x) for x in place) for place in changed} == want, str(shape)
 
 
-def test_a_hand_off_of_any_length_lands_where_it_should(devices: tuple[PoolDevice, PoolDevice]) -> None:
-    source, target = devices
+def test_a_hand_off_of_any_length_lands_where_it_should(devices: tuple[PoolDevice, ...]) -> None:
+    source, target, _ = devices
     rng = np.random.default_rng(1)
     source.pages = jax.device_put(rng.normal(size=source.spec.pages_shape).astype(np.float32), source.pages.sharding)
     from meshes.sharding import replica_mesh

@@ -86,7 +86,7 @@ def server(cache: pathlib.Path) -> Iterator[Server]:
 
 def test_the_server_shows_its_plan_its_stages_and_the_line_to_type(server: Server) -> None:
     shown = "".join(server.stderr)
-    assert "memory plan:" in shown and "prefill" in shown and "tokens a replica" in shown
+    assert "memory plan:" in shown and "prefill" in shown and "free host memory" in shown
     assert re.search(r"\[\d\] compiling done in", shown) and "\r" not in shown
     assert server.line.endswith("generate --server " + server.address + ' --prompt "The capital of France is"')
 
@@ -168,8 +168,9 @@ def test_sigterm_lets_a_running_answer_finish(cache: pathlib.Path) -> None:
     assert "draining" in "".join(server.stderr)
 
 
-def test_ctrl_c_ends_generate_in_one_line(cache: pathlib.Path) -> None:
-    with popen("generate", MODEL, "--prompt", "a", "--compile-cache", cache, *SMALL) as process:
+def test_ctrl_c_ends_generate_in_one_line(tmp_path: pathlib.Path) -> None:
+    """An empty compile cache, so that compiling takes seconds."""
+    with popen("generate", MODEL, "--prompt", "a", "--compile-cache", tmp_path, "--max-tokens", 8, *SMALL) as process:
         assert process.stderr is not None
         for line in process.stderr:
             if "compiling" in line:
