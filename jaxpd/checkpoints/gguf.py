@@ -15,6 +15,7 @@ import numpy as np
 
 from jaxpd.checkpoints.gguf_file import GGUFFile, GGUFTensor, dequantize, read_gguf
 from jaxpd.checkpoints.layout import check_weights
+from jaxpd.checkpoints.mapped import give_back_pages
 from jaxpd.checkpoints.source import Checkpoint
 from jaxpd.errors import InvalidArgument
 from jaxpd.models.config import ModelConfig, from_hf
@@ -109,6 +110,9 @@ class GGUFSource:
         if self._config.norm_plus_one and name.endswith("norm.weight"):
             return values.astype(np.float32) - np.float32(1.0)
         return values
+
+    def release(self) -> None:
+        give_back_pages(tensor.data for tensor in self._tensors.values())
 
     def _find(self, name: str) -> GGUFTensor:
         if name not in self._tensors:

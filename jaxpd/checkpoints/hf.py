@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from jaxpd.checkpoints.layout import check_weights
+from jaxpd.checkpoints.mapped import give_back_pages
 from jaxpd.checkpoints.safetensors_file import SafeTensor, read_safetensors
 from jaxpd.checkpoints.source import Checkpoint
 from jaxpd.errors import InvalidArgument, NotFound
@@ -69,6 +70,9 @@ class SafetensorsSource:
 
     def read(self, name: str) -> np.ndarray:
         return self._find(name).values()
+
+    def release(self) -> None:
+        give_back_pages(tensor.data for tensor in self._tensors.values())
 
     def _find(self, name: str) -> SafeTensor:
         if name not in self._tensors:

@@ -73,6 +73,9 @@ class OrbaxSource:
             raise InvalidArgument(f"the checkpoint has no weight {name!r}")
         return self._shapes[name]
 
+    def release(self) -> None:
+        """Nothing: Orbax reads into arrays of its own."""
+
     def read(self, name: str) -> np.ndarray:
         import orbax.checkpoint as ocp
 

@@ -63,6 +63,7 @@ def load_params(
                 params[path] = jax.make_array_from_single_device_arrays(spec[path].shape, sharding, placed)
             jax.block_until_ready([params[path] for params in out])
             stage.advance(float(first.size * np.dtype(dtype).itemsize), path)
+    source.release()
     return out
 
 

@@ -35,6 +35,9 @@ class WeightSource(Protocol):
         """One weight in float32, bfloat16 or float16; it may be a read-only view of the file. Nothing is kept."""
         ...
 
+    def release(self) -> None:
+        """Gives back host memory that reading took; reading again is allowed."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Checkpoint:

@@ -133,9 +133,8 @@ def _decode(
     zero_BKG = jnp.zeros((B, K, G), jnp.float32)
     start = (jnp.int32(0), zero_BKG + MASKED, zero_BKG, jnp.zeros((B, K, G, D), jnp.float32))
     _, _, total_BKG, out_BKGD = jax.lax.while_loop(lambda carry: carry[0] * M < ends_B[-1], block, start)
-    out_BKGD = out_BKGD / jnp.where(total_BKG == 0, 1, total_BKG)[..., None]
-    live_B = jnp.arange(B) < batch.query_starts[-1]
-    return jnp.where(live_B[:, None, None], out_BKGD.reshape(B, H, D), 0).astype(q_THD.dtype)
+    out_BKGD = out_BKGD / jnp.where(total_BKG == 0, 1, total_BKG)[..., None]  # an unused row has no items: zeros
+    return out_BKGD.reshape(B, H, D).astype(q_THD.dtype)
 
 
 def _prefill(
