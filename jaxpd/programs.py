@@ -156,7 +156,7 @@ def _compile_forward(spec: ProgramSpec, shape: BatchShape) -> Callable[..., Any]
         pages_LPKSW = pages_1LPKSW[0]
         if spec.replicas == 1:  # a pool of one replica is never stepped without rows
             logits_BV, pages_LPKSW = run(pages_LPKSW)
-        else:  # a loop of one round or none: a `cond` would do, but XLA copies the page pool in its branch (seen on CPU)
+        else:  # a loop of one round or none: in the branch of a `cond` XLA copies the page pool (seen on CPU)
             nothing = jnp.zeros((shape.rows, vocab_local), jnp.float32)
             rounds = jnp.minimum(step.live_rows, 1)
             logits_BV, pages_LPKSW = jax.lax.fori_loop(0, rounds, lambda _, c: run(c[1]), (nothing, pages_LPKSW))
