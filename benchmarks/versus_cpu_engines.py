@@ -214,7 +214,9 @@ def main() -> None:
             memory |= memory_of_starts(start, ids, tokens, folder)
     names = list(engines)
     result = {
-        "command": " ".join(["python benchmarks/versus_cpu_engines.py", *sys.argv[1:]]),
+        "command": " ".join(["python benchmarks/versus_cpu_engines.py", *sys.argv[1:]]).replace(
+            options.peer_python, "PATH"
+        ),
         "machine": about,
         "model": checkpoint.name,
         "threads": options.threads,

@@ -134,9 +134,8 @@ class Pool:
                 self._admit()
                 launched = self._launch()
                 if in_flight is not None:
-                    done, in_flight = in_flight, None
-                    self._complete(done)
-                in_flight = launched
+                    self._complete(in_flight)
+                in_flight = launched  # and no other name for a step that is over: it holds staging
             except Exception as error:
                 log.exception("a step of the %s pool %d failed", self.role, self.index)
                 in_flight = None

@@ -113,7 +113,8 @@ def show(result: dict[str, Any]) -> None:
         table.add_row(name, *cells, f"{about['peak_bytes'] / 1e6:.0f}", "" if same is None else f"{same:.0%}")
     others = result["cores_used_by_others"]
     table.caption = (
-        f"other processes used {others['median']:.2f} cores meanwhile; {result['disturbed']} left out as disturbed"
+        f"other processes used {others['median']:.2f} cores meanwhile; {result['disturbed']} measurements disturbed, "
+        "which count only where there is no better one"
     )
     console.print(table)
 
