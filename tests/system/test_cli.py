@@ -69,7 +69,13 @@ def serving(*args: object) -> Iterator[Server]:
 
 def popen(*args: object) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        command(*args), env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        command(*args),
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        # A shell starts background jobs with SIGINT ignored, and children inherit that.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
 
 
