@@ -68,14 +68,16 @@ def serving(*args: object) -> Iterator[Server]:
 
 
 def popen(*args: object) -> subprocess.Popen[str]:
+    # A shell starts background jobs with SIGINT ignored, and children inherit that.
+    heeding = (
+        "import os, signal, sys; signal.signal(signal.SIGINT, signal.SIG_DFL); os.execv(sys.executable, sys.argv[1:])"
+    )
     return subprocess.Popen(
-        command(*args),
+        [sys.executable, "-c", heeding, *command(*args)],
         env=environment(),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        # A shell starts background jobs with SIGINT ignored, and children inherit that.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
 
 
