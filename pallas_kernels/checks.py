@@ -7,6 +7,9 @@ import jax.numpy as jnp
 
 from pallas_kernels.batch import RaggedBatch, lanes
 
+EIGHT_BIT = ("int8", "float8_e4m3fn")
+POOL_DTYPES = ("float32", "bfloat16", "float16", *EIGHT_BIT)
+
 
 def need_float(name: str, array: jax.Array) -> None:
     """Raises ValueError unless the array holds floating-point numbers."""
@@ -26,7 +29,26 @@ def check_pool(pages_LPKSW: jax.Array) -> None:
     """Raises ValueError unless this is a page pool."""
     if pages_LPKSW.ndim != 5 or 0 in pages_LPKSW.shape:
         raise ValueError(f"pages_LPKSW has shape {pages_LPKSW.shape}, need 5 axes [L, P, K, S, W], each at least 1")
-    need_float("pages_LPKSW", pages_LPKSW)
+    if str(pages_LPKSW.dtype) not in POOL_DTYPES:
+        raise ValueError(f"pages_LPKSW has dtype {pages_LPKSW.dtype}, need one of {', '.join(POOL_DTYPES)}")
+
+
+def check_scales(kv_scales_2K: jax.Array | None, pages_LPKSW: jax.Array) -> None:
+    """Raises ValueError unless the scales are those of the pool: needed with 8-bit pages, wrong with wider ones."""
+    K, narrow = pages_LPKSW.shape[2], str(pages_LPKSW.dtype) in EIGHT_BIT
+    if kv_scales_2K is None:
+        if narrow:
+            raise ValueError(
+                f"kv_scales_2K is None, but pages_LPKSW holds {pages_LPKSW.dtype}: give float32 [2, {K}], what one "
+                "unit of a stored key and of a stored value is worth in each KV slot"
+            )
+        return
+    if not narrow:
+        raise ValueError(f"kv_scales_2K is given, but pages_LPKSW holds {pages_LPKSW.dtype}: need None for it")
+    if kv_scales_2K.shape != (2, K) or kv_scales_2K.dtype != jnp.float32:
+        raise ValueError(
+            f"kv_scales_2K has shape {kv_scales_2K.shape} and dtype {kv_scales_2K.dtype}, need float32 {(2, K)}"
+        )
 
 
 def check_lanes(name: str, head_dim: int, pages_LPKSW: jax.Array) -> None:

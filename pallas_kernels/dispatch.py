@@ -1,8 +1,9 @@
 """Picks the implementation of an operation by platform, dtype and shape, and says once in the log which and why.
 
 Every operation folder lists its implementations as a tuple of `Implementation`, the best first; `choose` takes the
-first that can run the call. A new kernel (`tpu.py`, `gpu.py`) is one more entry with the same signature as
-`reference.py`; its `refuse` looks at the call and answers why it cannot take it (a head size, a dtype), or None.
+first that can run the call. A kernel (`tpu.py`, `gpu.py`) is one more entry with the same signature as `reference.py`;
+its `refuse` looks at the call and answers why it cannot take it (a head size, a dtype), or None. The interpreted
+kernels run the same code on CPU under simulated memory, slowly: they stand last, so that only who names them gets them.
 """
 
 from __future__ import annotations
@@ -19,6 +20,12 @@ logger = logging.getLogger(__name__)
 
 AUTO = "auto"
 EVERYWHERE = ("cpu", "gpu", "tpu")
+XLA = "xla"
+TPU = "pallas_tpu"
+GPU = "pallas_gpu"
+TPU_INTERPRET = "pallas_tpu_interpret"
+GPU_INTERPRET = "pallas_gpu_interpret"
+NAMES = (XLA, TPU, GPU, TPU_INTERPRET, GPU_INTERPRET)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,12 +33,18 @@ class Call:
     """What an implementation may look at before it takes a call: all of it is known while tracing."""
 
     platform: str  # "cpu", "gpu" or "tpu"
+    chip: str  # what JAX calls the device, e.g. "TPU v5 lite" or "NVIDIA H200"; "" where it is not known
     dtype: str  # of the page pool
+    operand: str  # dtype of the queries, or of the keys and values to write; that of the pool where pages only move
     shapes: tuple[tuple[str, int], ...]  # by the letters of the dimension key, e.g. (("D", 64), ("S", 16), ("W", 128))
 
     def __str__(self) -> str:
         shapes = " ".join(f"{name}={size}" for name, size in self.shapes)
-        return f"{self.platform}, {self.dtype}, {shapes}"
+        dtypes = self.dtype if self.operand == self.dtype else f"{self.operand} on {self.dtype}"
+        return f"{self.chip or self.platform}, {dtypes}, {shapes}"
+
+    def __getitem__(self, dimension: str) -> int:
+        return dict(self.shapes)[dimension]
 
 
 def takes_all(call: Call) -> str | None:
@@ -57,28 +70,45 @@ class Implementation:
 
 
 def current_platform() -> str:
-    """Platform that the program being traced is for: the mesh's where it says so (compiling for hardware that is not
-    there), else that of the default device or backend. "cpu", "gpu" or "tpu"."""
+    """Platform that the program being traced is for: "cpu", "gpu" or "tpu"."""
+    return _target()[0]
+
+
+def _target() -> tuple[str, str]:
+    """(platform, chip) of the program being traced: the mesh's where it says so (compiling for hardware that is not
+    there), else those of the default device or backend."""
     described = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
     device = getattr(jax.config, "jax_default_device", None)
     if described is not None and described.platform:
-        platform = described.platform
-    elif device is not None:
-        platform = device if isinstance(device, str) else device.platform
+        platform, chip = described.platform, described.device_kind
+    elif isinstance(device, str):
+        platform, chip = device, ""
     else:
-        platform = jax.default_backend()
-    return "gpu" if platform in ("cuda", "rocm") else platform
+        device = device or jax.local_devices()[0]
+        platform, chip = device.platform, device.device_kind
+    return ("gpu" if platform in ("cuda", "rocm") else platform), chip or ""
 
 
 def choose(
-    operation: str, implementations: tuple[Implementation, ...], requested: str, *, dtype: Any, shapes: dict[str, int]
+    operation: str,
+    implementations: tuple[Implementation, ...],
+    requested: str,
+    *,
+    dtype: Any,
+    shapes: dict[str, int],
+    operand: Any = None,
 ) -> Implementation:
     """The implementation that runs this call.
 
-    `requested` is "auto" (the first that can) or a name. Raises ValueError for a name that does not exist, and for one
-    that cannot run the call, with its reason.
+    `requested` is "auto" (the first that can) or a name. An operation that lacks one of `NAMES` takes "auto" for it, so
+    that one name can be asked of a whole model. Raises ValueError for a name that does not exist, and for one that
+    cannot run the call, with its reason. `dtype` is the pool's, `operand` that of what it meets (`Call`).
     """
-    return _choose(operation, implementations, requested, Call(current_platform(), str(dtype), tuple(shapes.items())))
+    if requested in NAMES and requested not in [i.name for i in implementations]:
+        requested = AUTO
+    platform, chip = _target()
+    call = Call(platform, chip, str(dtype), str(dtype if operand is None else operand), tuple(shapes.items()))
+    return _choose(operation, implementations, requested, call)
 
 
 @functools.cache

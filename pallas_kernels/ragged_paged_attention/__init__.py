@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import jax
+import jax.numpy as jnp
 
 from pallas_kernels.batch import RaggedBatch
 from pallas_kernels.dispatch import AUTO, EVERYWHERE, Implementation, choose
@@ -25,6 +26,8 @@ def ragged_paged_attention(
     scale: float,
     sliding_window: int | None = None,
     soft_cap: float | None = None,
+    sinks_H: jax.Array | None = None,
+    kv_scales_2K: jax.Array | None = None,
     implementation: str = AUTO,
 ) -> jax.Array:
     """Attention of each query token over its own sequence up to itself; returns [T, H, D], dtype of `q_THD`.
@@ -37,14 +40,35 @@ def ragged_paged_attention(
     scale: factor on q . k, before the cap.
     sliding_window: each token sees this many tokens, itself the last of them; None is all.
     soft_cap: scores become `soft_cap * tanh(scores / soft_cap)`; None is no cap.
+    sinks_H: [H] float32, attention sinks: one more score (scaled and capped already) in each head's softmax, whose
+        value is zero (Xiao et al., arXiv:2309.17453, in the learned form).
+    kv_scales_2K: [2, K] float32, with int8 and float8_e4m3fn pages: a key is its stored number times `[0, k]`, a value
+        times `[1, k]`. They are multiplied into q and the result here, so that no implementation sees them.
     implementation: "auto" or a name from IMPLEMENTATIONS.
 
     Padding tokens give zeros. Slots outside a row's context are never seen, whatever they hold. Raises ValueError,
     which names argument, value and limit, for shapes or options that do not fit, or an implementation that cannot run.
     """
-    validate(q_THD, pages_LPKSW, layer, batch, scale=scale, sliding_window=sliding_window, soft_cap=soft_cap)
+    validate(
+        q_THD, pages_LPKSW, layer, batch, scale=scale, sliding_window=sliding_window, soft_cap=soft_cap,
+        sinks_H=sinks_H, kv_scales_2K=kv_scales_2K,
+    )  # fmt: skip
     T, H, D = q_THD.shape
     _, _, K, S, W = pages_LPKSW.shape
-    shapes = {"T": T, "B": batch.context_lens.shape[0], "H": H, "K": K, "D": D, "S": S, "W": W}
-    chosen = choose("ragged_paged_attention", IMPLEMENTATIONS, implementation, dtype=pages_LPKSW.dtype, shapes=shapes)
-    return chosen.run(q_THD, pages_LPKSW, layer, batch, scale=scale, sliding_window=sliding_window, soft_cap=soft_cap)
+    B, N = batch.page_table.shape
+    shapes = {"T": T, "B": B, "N": N, "H": H, "K": K, "D": D, "S": S, "W": W}
+    chosen = choose(
+        "ragged_paged_attention", IMPLEMENTATIONS, implementation,
+        dtype=pages_LPKSW.dtype, operand=q_THD.dtype, shapes=shapes,
+    )  # fmt: skip
+
+    def scaled(x_THD: jax.Array, of: int) -> jax.Array:
+        if kv_scales_2K is None:
+            return x_THD
+        return (x_THD.astype(jnp.float32) * jnp.repeat(kv_scales_2K[of], H // K)[:, None]).astype(x_THD.dtype)
+
+    out_THD = chosen.run(
+        scaled(q_THD, 0), pages_LPKSW, layer, batch,
+        scale=scale, sliding_window=sliding_window, soft_cap=soft_cap, sinks_H=sinks_H,
+    )  # fmt: skip
+    return scaled(out_THD, 1)

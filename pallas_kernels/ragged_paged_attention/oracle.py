@@ -18,6 +18,7 @@ def ragged_paged_attention_oracle(
     scale: float,
     sliding_window: int | None = None,
     soft_cap: float | None = None,
+    sinks_H: np.ndarray | None = None,
 ) -> np.ndarray:
     """[T, H, D] float64, zeros for padding: one softmax a query token and head, over tokens read one by one."""
     T, H, D = q_THD.shape
@@ -38,6 +39,9 @@ def ragged_paged_attention_oracle(
                 scores = kv_CW[:, :D] @ q_THD[token, head].astype(np.float64) * scale
                 if soft_cap is not None:
                     scores = np.array([soft_cap * math.tanh(s / soft_cap) for s in scores])
+                if sinks_H is not None:
+                    scores = np.append(scores, sinks_H[head])
                 weights = np.exp(scores - scores.max())
-                out_THD[token, head] = weights / weights.sum() @ kv_CW[:, D : 2 * D]
+                weights = weights[: len(kv_CW)] / weights.sum()
+                out_THD[token, head] = weights @ kv_CW[:, D : 2 * D]
     return out_THD

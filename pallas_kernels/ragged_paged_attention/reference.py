@@ -34,11 +34,18 @@ Running = tuple[jax.Array, jax.Array, jax.Array, jax.Array]  # next block; maxim
 
 
 class Options(NamedTuple):
-    """What the caller set; static."""
+    """What the caller set."""
 
     scale: float
     sliding_window: int | None
     soft_cap: float | None
+    sinks_H: jax.Array | None
+
+    def begin(self, K: int, G: int) -> tuple[jax.Array, jax.Array]:
+        """Maximum and sum [K, G] of each query slot before it has seen a token: a sink is one score of weight 1."""
+        if self.sinks_H is None:
+            return jnp.full((K, G), MASKED, jnp.float32), jnp.zeros((K, G), jnp.float32)
+        return self.sinks_H.reshape(K, G), jnp.ones((K, G), jnp.float32)
 
 
 def ragged_paged_attention(
@@ -50,9 +57,10 @@ def ragged_paged_attention(
     scale: float,
     sliding_window: int | None,
     soft_cap: float | None,
+    sinks_H: jax.Array | None,
 ) -> jax.Array:
     """Arguments and result as the public function's."""
-    options = Options(scale, sliding_window, soft_cap)
+    options = Options(scale, sliding_window, soft_cap, sinks_H)
     if q_THD.shape[0] == batch.context_lens.shape[0]:
         return _decode(q_THD, pages_LPKSW, layer, batch, options)
     return _prefill(q_THD, pages_LPKSW, layer, batch, options)
@@ -130,8 +138,8 @@ def _decode(
         out_BKGD = out_BKGD * shrink_BKG[..., None] + _dot("bm,mkgd->bkgd", own, out_MKGD)
         return i + 1, new_peak_BKG, total_BKG, out_BKGD
 
-    zero_BKG = jnp.zeros((B, K, G), jnp.float32)
-    start = (jnp.int32(0), zero_BKG + MASKED, zero_BKG, jnp.zeros((B, K, G, D), jnp.float32))
+    peak_BKG, total_BKG = (jnp.broadcast_to(x_KG, (B, K, G)) for x_KG in options.begin(K, G))
+    start = (jnp.int32(0), peak_BKG, total_BKG, jnp.zeros((B, K, G, D), jnp.float32))
     _, _, total_BKG, out_BKGD = jax.lax.while_loop(lambda carry: carry[0] * M < ends_B[-1], block, start)
     out_BKGD = out_BKGD / jnp.where(total_BKG == 0, 1, total_BKG)[..., None]  # an unused row has no items: zeros
     return out_BKGD.reshape(B, H, D).astype(q_THD.dtype)
@@ -195,8 +203,8 @@ def _prefill(
             out_KRD = out_KRD * shrink_KR[..., None] + _dot("krx,kxd->krd", weights_KRX, v_KXD)
             return b + 1, new_peak_KR, total_KR * shrink_KR + weights_KRX.sum(-1), out_KRD
 
-        zero_KR = jnp.zeros((K, R), jnp.float32)
-        start = (begin, zero_KR + MASKED, zero_KR, jnp.zeros((K, R, D), jnp.float32))
+        peak_KR, total_KR = (jnp.tile(x_KG, (1, Q)) for x_KG in options.begin(K, G))
+        start = (begin, peak_KR, total_KR, jnp.zeros((K, R, D), jnp.float32))
         _, _, total_KR, out_KRD = jax.lax.while_loop(lambda carry: carry[0] * X <= last, block, start)
         out_QKGD = (out_KRD / total_KR[..., None]).reshape(K, Q, G, D).transpose(1, 0, 2, 3)
         mine_Q = (offset_Q >= 0) & (offset_Q < left)

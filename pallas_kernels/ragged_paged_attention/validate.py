@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 
 import jax
+import jax.numpy as jnp
 
 from pallas_kernels.batch import RaggedBatch
-from pallas_kernels.checks import check_batch, check_lanes, check_layer, check_pool, need_float
+from pallas_kernels.checks import check_batch, check_lanes, check_layer, check_pool, check_scales, need_float
 
 
 def validate(
@@ -19,6 +20,8 @@ def validate(
     scale: float,
     sliding_window: int | None,
     soft_cap: float | None,
+    sinks_H: jax.Array | None,
+    kv_scales_2K: jax.Array | None,
 ) -> None:
     """Raises ValueError that names the argument, its value and its limit."""
     if q_THD.ndim != 3:
@@ -38,3 +41,6 @@ def validate(
         raise ValueError(f"sliding_window={sliding_window!r}, need an int of at least 1, or None for the whole context")
     if soft_cap is not None and not (isinstance(soft_cap, (int, float)) and math.isfinite(soft_cap) and soft_cap > 0):
         raise ValueError(f"soft_cap={soft_cap!r}, need a finite number above 0, or None for no cap")
+    if sinks_H is not None and (sinks_H.shape != (H,) or sinks_H.dtype != jnp.float32):
+        raise ValueError(f"sinks_H has shape {sinks_H.shape} and dtype {sinks_H.dtype}, need float32 {(H,)}")
+    check_scales(kv_scales_2K, pages_LPKSW)

@@ -5,11 +5,16 @@ from __future__ import annotations
 import jax
 
 from pallas_kernels.batch import RaggedBatch
-from pallas_kernels.checks import check_batch, check_lanes, check_layer, check_pool, need_float
+from pallas_kernels.checks import check_batch, check_lanes, check_layer, check_pool, check_scales, need_float
 
 
 def validate(
-    pages_LPKSW: jax.Array, layer: int | jax.Array, k_TKD: jax.Array, v_TKD: jax.Array, batch: RaggedBatch
+    pages_LPKSW: jax.Array,
+    layer: int | jax.Array,
+    k_TKD: jax.Array,
+    v_TKD: jax.Array,
+    batch: RaggedBatch,
+    kv_scales_2K: jax.Array | None,
 ) -> None:
     """Raises ValueError that names the argument, its value and its limit."""
     check_pool(pages_LPKSW)
@@ -23,3 +28,4 @@ def validate(
     check_lanes("k_TKD", k_TKD.shape[2], pages_LPKSW)
     check_layer(layer, pages_LPKSW)
     check_batch(batch, k_TKD.shape[0])
+    check_scales(kv_scales_2K, pages_LPKSW)

@@ -55,5 +55,5 @@ def test_the_choice_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
 
 def test_the_reference_runs_everywhere() -> None:
     for platform in ("cpu", "gpu", "tpu"):
-        call = Call(platform, "bfloat16", (("D", 80),))
+        call = Call(platform, "", "bfloat16", "bfloat16", (("D", 80),))
         assert [i.name for i in IMPLEMENTATIONS if i.objection(call) is None][-1:] == ["xla"]
