@@ -71,10 +71,10 @@ class Implementation:
 
 def current_platform() -> str:
     """Platform that the program being traced is for: "cpu", "gpu" or "tpu"."""
-    return _target()[0]
+    return target()[0]
 
 
-def _target() -> tuple[str, str]:
+def target() -> tuple[str, str]:
     """(platform, chip) of the program being traced: the mesh's where it says so (compiling for hardware that is not
     there), else those of the default device or backend."""
     described = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
@@ -106,7 +106,7 @@ def choose(
     """
     if requested in NAMES and requested not in [i.name for i in implementations]:
         requested = AUTO
-    platform, chip = _target()
+    platform, chip = target()
     call = Call(platform, chip, str(dtype), str(dtype if operand is None else operand), tuple(shapes.items()))
     return _choose(operation, implementations, requested, call)
 
