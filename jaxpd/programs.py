@@ -131,7 +131,8 @@ def _shaped(shape: tuple[int, ...], dtype: Any, sharding: NamedSharding) -> jax.
     return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
 
 
-def _compile_forward(spec: ProgramSpec, shape: BatchShape) -> Callable[..., Any]:
+def lower_forward(spec: ProgramSpec, shape: BatchShape) -> jax.stages.Lowered:
+    """`forward` of one bucket, ready to compile. The mesh may be one of devices that are not there (meshes.topology)."""
     layout = spec.layout
     graphdef, abstract = abstract_params(spec.config, layout.tp, spec.dtype)
     param_specs = {path: spec.rules.spec(p.get_metadata("axes")) for path, p in abstract.items()}
@@ -172,7 +173,11 @@ def _compile_forward(spec: ProgramSpec, shape: BatchShape) -> Callable[..., Any]
         _shaped((spec.replicas, shape.packed_len), jnp.int32, spec.on(P(DATA))),
     )
     out = tuple(spec.on(s) for s in out_specs)
-    return jax.jit(mapped, donate_argnums=1, out_shardings=out).lower(*args).compile()
+    return jax.jit(mapped, donate_argnums=1, out_shardings=out).lower(*args)
+
+
+def _compile_forward(spec: ProgramSpec, shape: BatchShape) -> Callable[..., Any]:
+    return lower_forward(spec, shape).compile()
 
 
 def _compile_sample(spec: ProgramSpec, shape: BatchShape) -> Callable[..., Any]:
