@@ -6,15 +6,25 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels.batch import RaggedBatch
-from pallas_kernels.dispatch import AUTO, EVERYWHERE, Implementation, choose
+from pallas_kernels.dispatch import AUTO, EVERYWHERE, TPU, TPU_INTERPRET, XLA, Implementation, choose
+from pallas_kernels.ragged_paged_attention import tpu
 from pallas_kernels.ragged_paged_attention.reference import ragged_paged_attention as _xla
 from pallas_kernels.ragged_paged_attention.validate import validate
 
-IMPLEMENTATIONS = (Implementation("xla", EVERYWHERE, _xla, "the XLA reference, which runs everywhere"),)
+IMPLEMENTATIONS = (
+    Implementation(TPU, ("tpu",), tpu.ragged_paged_attention, "the Pallas kernel for TPU", tpu.refuse),
+    Implementation(XLA, EVERYWHERE, _xla, "the XLA reference, which runs everywhere"),
+    Implementation(
+        TPU_INTERPRET, ("cpu",), functools.partial(tpu.ragged_paged_attention, interpret=True),
+        "the Pallas kernel for TPU under simulated memory", tpu.refuse,
+    ),
+)  # fmt: skip
 
 
 def ragged_paged_attention(
