@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 
-from pallas_kernels.dispatch import AUTO, EVERYWHERE, Implementation, choose
+from pallas_kernels.dispatch import AUTO, EVERYWHERE, GPU, GPU_INTERPRET, Implementation, choose
+from pallas_kernels.gather_pages import gpu
 from pallas_kernels.gather_pages.reference import gather_pages as _xla
 from pallas_kernels.gather_pages.validate import validate
 
-IMPLEMENTATIONS = (Implementation("xla", EVERYWHERE, _xla, "the XLA reference, which runs everywhere"),)
+IMPLEMENTATIONS = (
+    Implementation(GPU, ("gpu",), gpu.gather_pages, "TMA copies, for Hopper", gpu.refuse),
+    Implementation("xla", EVERYWHERE, _xla, "the XLA reference, which runs everywhere"),
+    Implementation(
+        GPU_INTERPRET, ("cpu",), functools.partial(gpu.gather_pages, interpret=True),
+        "the kernel for Hopper under simulated memory", gpu.refuse,
+    ),
+)  # fmt: skip
 
 
 def gather_pages(pages_LPKSW: jax.Array, page_ids_N: jax.Array, *, implementation: str = AUTO) -> tuple[jax.Array, ...]:

@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 
-from pallas_kernels.dispatch import AUTO, EVERYWHERE, Implementation, choose
+from pallas_kernels.dispatch import AUTO, EVERYWHERE, GPU, GPU_INTERPRET, Implementation, choose
+from pallas_kernels.scatter_pages import gpu
 from pallas_kernels.scatter_pages.reference import scatter_pages as _xla
 from pallas_kernels.scatter_pages.validate import validate
 
-IMPLEMENTATIONS = (Implementation("xla", EVERYWHERE, _xla, "the XLA reference, which runs everywhere"),)
+IMPLEMENTATIONS = (
+    Implementation(GPU, ("gpu",), gpu.scatter_pages, "TMA copies, for Hopper", gpu.refuse),
+    Implementation("xla", EVERYWHERE, _xla, "the XLA reference, which runs everywhere"),
+    Implementation(
+        GPU_INTERPRET, ("cpu",), functools.partial(gpu.scatter_pages, interpret=True),
+        "the kernel for Hopper under simulated memory", gpu.refuse,
+    ),
+)  # fmt: skip
 
 
 def scatter_pages(
