@@ -76,8 +76,8 @@ def compare(
     shape: Shape, blocks: Blocks, options: Options, lengths: Sequence[int], contexts: Sequence[int], seed: int
 ) -> None:
     case = random_case(shape, lengths, contexts, seed)
-    options = {"sliding_window": None, "soft_cap": None} | options
-    sinks = options.pop("sinks", False)
+    sinks = bool(options.get("sinks"))
+    options = {name: options.get(name) for name in ("sliding_window", "soft_cap")}
     got = program(shape, blocks, sinks, tuple(options.items()))(
         case.q_THD, case.pages_LPKSW, jnp.int32(case.layer), case.batch, case.sinks_H, case.kv_scales_2K
     )
@@ -151,8 +151,8 @@ def test_blocks_fit_the_chip_and_the_tiles(chip: str) -> None:
 
 def call(**changes: Any) -> Call:
     shapes = {"T": 64, "B": 64, "N": 64, "H": 32, "K": 8, "D": 128, "S": 64, "W": 256}
-    dtypes = [changes.pop(name, "bfloat16") for name in ("dtype", "operand")]
-    return Call("tpu", "TPU v5 lite", *dtypes, tuple((shapes | changes).items()))
+    dtype, operand = (changes.pop(name, "bfloat16") for name in ("dtype", "operand"))
+    return Call("tpu", "TPU v5 lite", dtype, operand, tuple((shapes | changes).items()))
 
 
 @pytest.mark.parametrize(
