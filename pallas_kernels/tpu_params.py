@@ -7,6 +7,7 @@ from typing import Any
 
 from jax.experimental.pallas import tpu as pltpu
 
+SMEM_BYTES = 768 * 1024  # that scalars of a call may take, of 1 MiB: the rest is the compiler's
 _FIELDS = {field.name for field in dataclasses.fields(pltpu.InterpretParams)}
 
 
