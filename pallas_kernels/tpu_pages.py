@@ -1,7 +1,7 @@
-"""What gathering and scattering whole pages on TPU share: DMAs from HBM to HBM, a bounded number of them in flight.
+"""What the TPU kernels that move pages share. Whole pages go by DMAs from HBM to HBM, a bounded number in flight.
 
-One DMA moves one page of one KV slot in all layers, L pieces of S x W, so that nothing passes through VMEM and a page of
-any dtype is moved as it is.
+One DMA moves one page of one KV slot in all layers, L pieces of S x W: nothing passes through VMEM, and a page of any
+dtype is moved as it is.
 """
 
 from __future__ import annotations
@@ -16,16 +16,32 @@ from jax.experimental import pallas as pl
 from pallas_kernels.dispatch import Call
 from pallas_kernels.tpu_params import SMEM_BYTES
 
+GROUP = 8  # slots of a tile: a DMA moves whole ones
+LANES = 128
+DTYPES = ("float32", "bfloat16", "int8", "float8_e4m3fn")
 DMAS_IN_FLIGHT = 32
 
 
+def refuse_pool(call: Call) -> str | None:
+    """Why no TPU kernel that moves pages can take such a pool, or None."""
+    if call.dtype not in DTYPES:
+        return f"pages_LPKSW has dtype {call.dtype}, need one of {', '.join(DTYPES)}"
+    if call["S"] % GROUP:
+        return f"pages of {call['S']} slots, need a multiple of {GROUP}: XLA pads others and copies the pool"
+    if call["W"] % LANES:
+        return f"pages of {call['W']} lanes, need a multiple of {LANES}: XLA pads others and copies the pool"
+    return None
+
+
 def refuse(call: Call) -> str | None:
-    """Why the kernels cannot take the call, or None."""
+    """Why the kernels that move whole pages cannot take the call, or None."""
     if call["N"] == 0:
         return "there are no pages to move"
     if 4 * call["N"] > SMEM_BYTES:
-        return f"{call['N']:,} page ids take {4 * call['N']:,} bytes of SMEM, at most {SMEM_BYTES:,}: move fewer at once"
-    return None
+        return (
+            f"{call['N']:,} page ids take {4 * call['N']:,} bytes of SMEM, at most {SMEM_BYTES:,}: move fewer at once"
+        )
+    return refuse_pool(call)
 
 
 def pages_in_flight(N: int, K: int) -> int:

@@ -1,4 +1,4 @@
-"""How TPU kernels are interpreted on CPU: simulated HBM, VMEM and semaphores, which find what a plain run would hide."""
+"""How TPU kernels are interpreted on CPU: simulated memories and semaphores, which find what a plain run would hide."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from typing import Any
 
 from jax.experimental.pallas import tpu as pltpu
 
-SMEM_BYTES = 768 * 1024  # that scalars of a call may take, of 1 MiB: the rest is the compiler's
+SMEM_BYTES = 960 * 1024  # that the scalars of a call may take, of 1 MiB: the rest is the compiler's
 _FIELDS = {field.name for field in dataclasses.fields(pltpu.InterpretParams)}
 
 
 def interpret_params(**overrides: Any) -> pltpu.InterpretParams:
     """Parameters under which races are recorded, reads out of bounds raise, and unwritten memory holds NaN."""
-    settings = {"detect_races": True, "out_of_bounds_reads": "raise", "uninitialized_memory": "nan"}
+    settings: dict[str, Any] = {"detect_races": True, "out_of_bounds_reads": "raise", "uninitialized_memory": "nan"}
     settings |= {"buffer_bounds": "logical", "dma_execution_mode": "on_wait"}
     if "on_race" in _FIELDS:  # jax 0.12 would raise inside a callback and leave `races_found` false; 0.10 only records
         settings["on_race"] = "warn"

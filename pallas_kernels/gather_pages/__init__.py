@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 
-from pallas_kernels.dispatch import AUTO, EVERYWHERE, Implementation, choose
+from pallas_kernels.dispatch import AUTO, EVERYWHERE, TPU, TPU_INTERPRET, XLA, Implementation, choose
+from pallas_kernels.gather_pages import tpu
 from pallas_kernels.gather_pages.reference import gather_pages as _xla
 from pallas_kernels.gather_pages.validate import validate
 
-IMPLEMENTATIONS = (Implementation("xla", EVERYWHERE, _xla, "the XLA reference, which runs everywhere"),)
+IMPLEMENTATIONS = (
+    Implementation(TPU, ("tpu",), tpu.gather_pages, "the Pallas kernel for TPU", tpu.refuse),
+    Implementation(XLA, EVERYWHERE, _xla, "the XLA reference, which runs everywhere"),
+    Implementation(
+        TPU_INTERPRET, ("cpu",), functools.partial(tpu.gather_pages, interpret=True),
+        "the Pallas kernel for TPU under simulated memory", tpu.refuse,
+    ),
+)  # fmt: skip
 
 
 def gather_pages(pages_LPKSW: jax.Array, page_ids_N: jax.Array, *, implementation: str = AUTO) -> tuple[jax.Array, ...]:

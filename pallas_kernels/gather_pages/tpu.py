@@ -9,8 +9,10 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.tpu_pages import cost_estimate, each_page, pages_in_flight
+from pallas_kernels.tpu_pages import cost_estimate, each_page, pages_in_flight, refuse
 from pallas_kernels.tpu_params import interpret_params
+
+__all__ = ["gather_pages", "refuse"]
 
 
 def _kernel(ids_ref, pool_ref, *refs, in_flight):  # type: ignore[no-untyped-def]

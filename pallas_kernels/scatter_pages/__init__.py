@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 
-from pallas_kernels.dispatch import AUTO, EVERYWHERE, Implementation, choose
+from pallas_kernels.dispatch import AUTO, EVERYWHERE, TPU, TPU_INTERPRET, XLA, Implementation, choose
+from pallas_kernels.scatter_pages import tpu
 from pallas_kernels.scatter_pages.reference import scatter_pages as _xla
 from pallas_kernels.scatter_pages.validate import validate
 
-IMPLEMENTATIONS = (Implementation("xla", EVERYWHERE, _xla, "the XLA reference, which runs everywhere"),)
+IMPLEMENTATIONS = (
+    Implementation(TPU, ("tpu",), tpu.scatter_pages, "the Pallas kernel for TPU", tpu.refuse),
+    Implementation(XLA, EVERYWHERE, _xla, "the XLA reference, which runs everywhere"),
+    Implementation(
+        TPU_INTERPRET, ("cpu",), functools.partial(tpu.scatter_pages, interpret=True),
+        "the Pallas kernel for TPU under simulated memory", tpu.refuse,
+    ),
+)  # fmt: skip
 
 
 def scatter_pages(

@@ -1,4 +1,4 @@
-"""Page writes of whole pages on TPU: DMAs into the pool, which stays where it is, in HBM as the sources (`tpu_pages`)."""
+"""Writes of whole pages on TPU: DMAs into the pool, which stays where it is, in HBM as the sources (`tpu_pages`)."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ import jax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.tpu_pages import cost_estimate, each_page, pages_in_flight
+from pallas_kernels.tpu_pages import cost_estimate, each_page, pages_in_flight, refuse
 from pallas_kernels.tpu_params import interpret_params
+
+__all__ = ["scatter_pages", "refuse"]
 
 
 def _kernel(ids_ref, *refs, in_flight):  # type: ignore[no-untyped-def]

@@ -1,10 +1,10 @@
 """Page writes on TPU: read, merge and write back the groups of 8 slots that a step's tokens fall into.
 
 Memory is tiled by 8 slots and narrow dtypes pack several slots in one word, so no DMA can write a single slot. Before
-the kernel the new keys and values are laid out as *items*, one for each group that is written: where the group is, which
-of its 8 slots are new, and their contents. The kernel never touches anything else: the pool stays where it is, and one
-item's work overlaps with the DMAs of the others of its block. Two live items never share a group, for a group belongs
-to one row.
+the kernel the new keys and values are laid out as *items*, one for each group that is written: where the group is,
+which of its 8 slots are new, and their contents. The kernel touches nothing else: the pool stays where it is, and one
+item's work overlaps with the DMAs of the others of its block. No two live items share a group, for a group belongs to
+one row.
 
 Dimension key, beside that of `batch`: I items, padded to whole blocks; G slots of a group.
 """
@@ -21,9 +21,9 @@ from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.batch import RaggedBatch
 from pallas_kernels.dispatch import Call
+from pallas_kernels.tpu_pages import GROUP, refuse_pool
 from pallas_kernels.tpu_params import SMEM_BYTES, interpret_params
 
-GROUP = 8  # G: slots that one DMA moves at least
 WHOLE = (1 << GROUP) - 1  # `new_slots` of a group that is written whole, which need not be read
 MOST_IN_BLOCK = 32
 BLOCK_BYTES = 12 << 20  # VMEM for a block: its groups once and, as they are fetched ahead, its new contents twice
@@ -39,7 +39,7 @@ class Items(NamedTuple):
 
 
 def most_items(T: int, B: int) -> int:
-    """Most groups that T tokens in B rows can fall into: two tokens of a row may lie in two, each 8 more in one more."""
+    """Most groups that T tokens in B rows can fall into: two of a row may lie in two, each 8 more in one more."""
     return T if T <= 2 * B else 2 * B + (T - 2 * B) // GROUP
 
 
@@ -49,48 +49,70 @@ def block_items(T: int, B: int, group_bytes: int) -> int:
     return 1 << (min(most, most_items(T, B)).bit_length() - 1) if most else 0
 
 
+def padded_items(T: int, B: int, each: int) -> int:
+    """I: items of the program, a whole number of blocks."""
+    return -(-most_items(T, B) // each) * each
+
+
 def dma_bytes(T: int, B: int, group_bytes: int) -> int:
-    """Bytes that the kernel moves for the batch of T tokens in B rows that falls into most groups."""
+    """Bytes that the kernel moves for the batch of T tokens in B rows that falls into most groups: each item's new
+    contents are read, its group written, and before that read if only some of its slots are new."""
     live = most_items(T, B)
-    each = block_items(T, B, group_bytes)
     partly_new = min(live, 2 * B)
-    return (-(-live // each) * each + partly_new + live) * group_bytes
+    return (padded_items(T, B, block_items(T, B, group_bytes)) + partly_new + live) * group_bytes
 
 
 def refuse(call: Call) -> str | None:
     """Why the kernel cannot take the call, or None."""
+    objection = refuse_pool(call)
+    if objection:
+        return objection
+    group_bytes = call["K"] * GROUP * call["W"] * jnp.dtype(call.dtype).itemsize
+    each = block_items(call["T"], call["B"], group_bytes)
+    if not each:
+        return f"8 slots of {call['K']} KV slots take {3 * group_bytes:,} bytes of VMEM, at most {BLOCK_BYTES:,}"
+    smem = 4 * ITEM_WORDS * padded_items(call["T"], call["B"], each)
+    if smem > SMEM_BYTES:
+        return (
+            f"the items of {call['T']:,} tokens take {smem:,} bytes of SMEM, at most {SMEM_BYTES:,}: use fewer tokens"
+        )
     return None
 
 
 def make_items(kv_TKW: jax.Array, batch: RaggedBatch, num_pages: int, page_size: int, each: int) -> Items:
     """Items of a step, `each` to a block."""
-    T, B = kv_TKW.shape[0], batch.context_lens.shape[0]
-    I = -(-most_items(T, B) // each) * each  # noqa: E741
-    slot_G = jnp.arange(GROUP, dtype=jnp.int32)
-    if T == B:  # one token a row: its item holds it in every slot, one of which is new
-        token_IG = jnp.broadcast_to(jnp.arange(I, dtype=jnp.int32)[:, None], (I, GROUP))
-        slot_I = jnp.pad(batch.token_slot, (0, I - T))
-        new_IG = (token_IG < T) & (slot_I[:, None] % GROUP == slot_G)
-        kv_IKGW = jnp.broadcast_to(jnp.pad(kv_TKW, ((0, I - T), (0, 0), (0, 0)))[:, :, None], (I, *kv_TKW.shape[1:2], GROUP, kv_TKW.shape[2]))
-    else:
-        length_B = batch.query_starts[1:] - batch.query_starts[:-1]
-        first_B = batch.context_lens - length_B
-        groups_B = jnp.where(length_B > 0, (batch.context_lens - 1) // GROUP - first_B // GROUP + 1, 0)
-        end_B = jnp.cumsum(groups_B)
-        item_I = jnp.arange(I, dtype=jnp.int32)
-        row_I = jnp.minimum(jnp.searchsorted(end_B, item_I, side="right"), B - 1)
-        nth_I = item_I - (end_B - groups_B)[row_I]
-        pos_IG = ((first_B // GROUP)[row_I] + nth_I)[:, None] * GROUP + slot_G
-        new_IG = (pos_IG >= first_B[row_I, None]) & (pos_IG < batch.context_lens[row_I, None])
-        new_IG &= (item_I < end_B[-1])[:, None]
-        token_IG = batch.query_starts[row_I, None] + pos_IG - first_B[row_I, None]
-        kv_IKGW = jnp.swapaxes(kv_TKW[jnp.clip(token_IG, 0, T - 1)], 1, 2)
+    (T, K, W), B = kv_TKW.shape, batch.context_lens.shape[0]
+    I = padded_items(T, B, each)  # noqa: E741
+    per_page = page_size // GROUP
+    no_group = num_pages * per_page
+    live_T = (batch.token_page >= 0) & (batch.token_page < num_pages)
+    group_T = jnp.where(live_T, batch.token_page * per_page + batch.token_slot // GROUP, no_group)
+    if T == B:  # one token a row, and its item holds it in each slot: no gather is needed
+        kv_IKW = jnp.pad(kv_TKW, ((0, I - T), (0, 0), (0, 0)))
+        return Items(
+            jnp.pad(group_T, (0, I - T), constant_values=no_group),
+            jnp.pad(1 << batch.token_slot % GROUP, (0, I - T)),
+            jnp.broadcast_to(kv_IKW[:, :, None], (I, K, GROUP, W)),
+        )
+    length_B = batch.query_starts[1:] - batch.query_starts[:-1]
+    first_B = batch.context_lens - length_B  # position of each row's first new token
+    groups_B = jnp.where(length_B > 0, (batch.context_lens - 1) // GROUP - first_B // GROUP + 1, 0)
+    end_B = jnp.cumsum(groups_B)
+    item_I, slot_G = jnp.arange(I, dtype=jnp.int32), jnp.arange(GROUP, dtype=jnp.int32)
+    row_I = jnp.searchsorted(end_B, item_I, side="right", method="compare_all")
+    # Per row: the token in the first slot of its first item, counted on from there by item and slot; its tokens' range.
+    aligned_B = batch.query_starts[:-1] - first_B % GROUP - (end_B - groups_B) * GROUP
+    per_row_B3 = jnp.stack([aligned_B, batch.query_starts[:-1], batch.query_starts[1:]], axis=1)
+    aligned_I, start_I, end_I = per_row_B3[jnp.minimum(row_I, B - 1)].T
+    token_IG = (aligned_I + item_I * GROUP)[:, None] + slot_G
+    new_IG = (token_IG >= start_I[:, None]) & (token_IG < end_I[:, None]) & (item_I < end_B[-1])[:, None]
     token_IG = jnp.clip(token_IG, 0, T - 1)
-    page_IG = batch.token_page[token_IG]
-    new_IG &= (page_IG >= 0) & (page_IG < num_pages)
-    group_IG = page_IG * (page_size // GROUP) + batch.token_slot[token_IG] // GROUP
-    group_I = jnp.min(jnp.where(new_IG, group_IG, num_pages * (page_size // GROUP)), axis=1)
-    return Items(group_I, jnp.sum(new_IG << slot_G, axis=1, dtype=jnp.int32), kv_IKGW)
+    group_IG = jnp.where(new_IG, group_T[token_IG], no_group)
+    return Items(
+        group_IG.min(axis=1),
+        jnp.sum((group_IG < no_group) << slot_G, axis=1, dtype=jnp.int32),
+        jnp.swapaxes(kv_TKW[token_IG], 1, 2),
+    )
 
 
 def _kernel(layer_ref, group_ref, new_slots_ref, kv_ref, _, pool_ref, old_ref, read_sem, write_sem, *, each, per_page):  # type: ignore[no-untyped-def]
