@@ -9,7 +9,9 @@ import dataclasses
 import pathlib
 
 from jaxpd.errors import InvalidArgument
+from pallas_kernels.names import AUTO, NAMES
 
+KERNELS = (AUTO, *NAMES)
 DTYPES = ("float32", "bfloat16")
 
 
@@ -26,6 +28,7 @@ class EngineConfig:
     kv_memory: int | None = None
     max_queued_requests: int = 256
     dtype: str | None = None
+    kernels: str = AUTO
     seed: int = 0
     compile_cache: pathlib.Path | None = None  # None: the user's cache folder
 
@@ -40,3 +43,5 @@ class EngineConfig:
             )
         if self.dtype is not None and self.dtype not in DTYPES:
             raise InvalidArgument(f"--dtype {self.dtype} must be one of {', '.join(DTYPES)}", field="dtype")
+        if self.kernels not in KERNELS:
+            raise InvalidArgument(f"--kernels {self.kernels} must be one of {', '.join(KERNELS)}", field="kernels")

@@ -29,6 +29,7 @@ from jaxpd.models.layout import ModelLayout
 from jaxpd.sampling import sample_tokens
 from meshes.sharding import DATA, MODEL, ShardingRules, replica_mesh
 from pallas_kernels.batch import ragged_batch
+from pallas_kernels.dispatch import AUTO
 from pallas_kernels.gather_pages import gather_pages
 from pallas_kernels.scatter_pages import scatter_pages
 
@@ -64,6 +65,7 @@ class ProgramSpec:
     num_slots: int
     shapes: tuple[BatchShape, ...]
     rules: ShardingRules
+    kernels: str = AUTO  # the implementation asked of every operation (pallas_kernels.dispatch)
 
     @property
     def layout(self) -> ModelLayout:
@@ -152,7 +154,7 @@ def lower_forward(spec: ProgramSpec, shape: BatchShape) -> jax.stages.Lowered:
                 page_size=spec.page_size,
                 num_pages=spec.num_pages,
             )
-            return merge(graphdef, params)(ids_T, pages_LPKSW, batch)
+            return merge(graphdef, params)(ids_T, pages_LPKSW, batch, kernels=spec.kernels)
 
         pages_LPKSW = pages_1LPKSW[0]
         if spec.replicas == 1:  # a pool of one replica is never stepped without rows
@@ -215,7 +217,7 @@ def _compile_gather(spec: ProgramSpec, replica: int, count: int) -> Callable[...
     sub, args, staging = _replica_args(spec, replica, count)
 
     def local(pages_1LPKSW: jax.Array, ids_N: jax.Array) -> tuple[jax.Array, ...]:
-        return tuple(head[None] for head in gather_pages(pages_1LPKSW[0], ids_N))
+        return tuple(head[None] for head in gather_pages(pages_1LPKSW[0], ids_N, implementation=spec.kernels))
 
     mapped = jax.shard_map(
         local, mesh=sub, in_specs=(PAGES_SPEC, P()), out_specs=(STAGING_SPEC,) * len(staging), check_vma=False
@@ -227,7 +229,8 @@ def _compile_scatter(spec: ProgramSpec, replica: int, count: int) -> Callable[..
     sub, args, staging = _replica_args(spec, replica, count)
 
     def local(pages_1LPKSW: jax.Array, ids_N: jax.Array, heads: tuple[jax.Array, ...]) -> jax.Array:
-        return scatter_pages(pages_1LPKSW[0], ids_N, tuple(head[0] for head in heads))[None]
+        local_heads = tuple(head[0] for head in heads)
+        return scatter_pages(pages_1LPKSW[0], ids_N, local_heads, implementation=spec.kernels)[None]
 
     mapped = jax.shard_map(
         local,

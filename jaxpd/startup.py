@@ -31,6 +31,7 @@ from jaxpd.progress import Progress
 from meshes.devices import assign_devices, default_specs, ensure_cpu_devices, total_devices
 from meshes.sharding import ShardingRules
 from meshes.spec import MeshSpec, parse_mesh_specs
+from pallas_kernels.names import AUTO, NAMES, PLATFORM_OF
 
 DEFAULT_CPU_DEVICES = 2  # 1x1 + 1x1
 
@@ -64,6 +65,7 @@ def place(checkpoint: Checkpoint, config: EngineConfig) -> Placement:
     given = prepare_devices(config)
     devices = jax.devices()
     memory = _memory(devices[0])
+    _check_kernels(config.kernels, memory.platform)
     try:
         prefill, decode = default_specs(
             *given,
@@ -75,6 +77,16 @@ def place(checkpoint: Checkpoint, config: EngineConfig) -> Placement:
     except ValueError as error:
         raise InvalidArgument(str(error), field="prefill_mesh") from error
     return Placement(*meshes, make_limits(checkpoint.name, checkpoint.config, config, prefill, decode, memory))
+
+
+def _check_kernels(kernels: str, platform: str) -> None:
+    wanted = PLATFORM_OF.get(kernels, platform)
+    if wanted != platform:
+        others = [name for name in (AUTO, *NAMES) if PLATFORM_OF.get(name, platform) == platform]
+        raise InvalidArgument(
+            f"--kernels {kernels} runs on {wanted}, but this is {platform}: use one of {', '.join(others)}",
+            field="kernels",
+        )
 
 
 def _parse(text: str | None, flag: str) -> tuple[MeshSpec, ...] | None:
@@ -127,10 +139,18 @@ def build_pools(
             num_slots=pool.rows,
             shapes=pool.shapes,
             rules=rules,
+            kernels=config.kernels,
         )
         for pool, mesh in zip(limits.pools, meshes, strict=True)
     ]
-    programs = _compile(limits, specs, progress)  # before the weights: what compiling needs for a while is free by then
+    try:
+        programs = _compile(
+            limits, specs, progress
+        )  # before the weights: what compiling needs for a while is free by then
+    except ValueError as error:
+        if config.kernels == AUTO:
+            raise
+        raise InvalidArgument(f"--kernels {config.kernels}: {error}", field="kernels") from error
     _return_free_memory()
     params = load_params(checkpoint.source, checkpoint.config, meshes, dtype=dtype, rules=rules, progress=progress)
     _return_free_memory()

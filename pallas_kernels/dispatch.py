@@ -16,16 +16,12 @@ from typing import Any
 
 import jax
 
+from pallas_kernels.names import AUTO, GPU, GPU_INTERPRET, NAMES, TPU, TPU_INTERPRET, XLA
+
 logger = logging.getLogger(__name__)
 
-AUTO = "auto"
+__all__ = ["AUTO", "GPU", "GPU_INTERPRET", "NAMES", "TPU", "TPU_INTERPRET", "XLA"]
 EVERYWHERE = ("cpu", "gpu", "tpu")
-XLA = "xla"
-TPU = "pallas_tpu"
-GPU = "pallas_gpu"
-TPU_INTERPRET = "pallas_tpu_interpret"
-GPU_INTERPRET = "pallas_gpu_interpret"
-NAMES = (XLA, TPU, GPU, TPU_INTERPRET, GPU_INTERPRET)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -86,6 +86,7 @@ def generate(
     max_num_batched_tokens: options.MaxNumBatchedTokens = None,
     kv_memory: options.KvMemory = None,
     dtype: options.Dtype = None,
+    kernels: options.Kernels = None,
     compile_cache: options.CompileCache = None,
 ) -> None:
     """Generate text from prompts, in this process or on a server."""
@@ -101,6 +102,7 @@ def generate(
         max_num_batched_tokens=max_num_batched_tokens,
         kv_memory=kv_memory,
         dtype=dtype,
+        kernels=kernels,
         compile_cache=compile_cache,
     )
     with _backend(server, model, engine) as backend:

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from jaxpd.config import DTYPES, EngineConfig
+from jaxpd.config import DTYPES, KERNELS, EngineConfig
 from jaxpd.errors import InvalidArgument
 from meshes.spec import parse_mesh_specs
 
@@ -137,6 +137,15 @@ MaxNumBatchedTokens = Annotated[
         help="Most tokens in one step, per replica: the token budget.",
         show_default="derived",
         rich_help_panel=LIMITS,
+    ),
+]
+Kernels = Annotated[
+    str | None,
+    typer.Option(
+        metavar="|".join(KERNELS),
+        help="Attention and page kernels. The log says which ones run and why.",
+        show_default="auto: Pallas where it runs, else XLA",
+        rich_help_panel=NUMERICS,
     ),
 ]
 KvMemory = Annotated[

@@ -48,6 +48,7 @@ def serve(
     kv_memory: options.KvMemory = None,
     max_queued_requests: options.MaxQueuedRequests = EngineConfig.max_queued_requests,
     dtype: options.Dtype = None,
+    kernels: options.Kernels = None,
     seed: Annotated[
         int,
         typer.Option(metavar="S", help="Seed of what the engine draws by itself.", rich_help_panel=options.NUMERICS),
@@ -71,6 +72,7 @@ def serve(
         kv_memory=kv_memory,
         max_queued_requests=max_queued_requests,
         dtype=dtype,
+        kernels=kernels,
         seed=seed,
         compile_cache=compile_cache,
     )

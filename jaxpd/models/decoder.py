@@ -23,6 +23,7 @@ from jaxpd.models.layout import ModelLayout
 from jaxpd.models.rope import apply_rope, rope_tables
 from meshes.sharding import MODEL
 from pallas_kernels.batch import RaggedBatch
+from pallas_kernels.dispatch import AUTO
 from pallas_kernels.ragged_paged_attention import ragged_paged_attention
 from pallas_kernels.write_pages import write_pages
 
@@ -75,12 +76,12 @@ class Layer(nnx.Module):
             self.k_norm = _param((D,), dtype, (None,))
 
     def __call__(
-        self, x_TE: jax.Array, pages_LPKSW: jax.Array, batch: RaggedBatch, rope: Rope
+        self, x_TE: jax.Array, pages_LPKSW: jax.Array, batch: RaggedBatch, rope: Rope, kernels: str
     ) -> tuple[jax.Array, jax.Array]:
         """Returns the residual stream and the page pool with this layer's KV written."""
         cfg = self.layout.config
         norm = functools.partial(rms_norm, eps=cfg.rms_eps, plus_one=cfg.norm_plus_one)
-        attn_TE, pages_LPKSW = self._attention(norm(x_TE, self.attn_norm[...]), pages_LPKSW, batch, rope)
+        attn_TE, pages_LPKSW = self._attention(norm(x_TE, self.attn_norm[...]), pages_LPKSW, batch, rope, kernels)
         if cfg.sandwich_norms:
             attn_TE = norm(attn_TE, self.attn_out_norm[...])
         x_TE = x_TE + attn_TE
@@ -90,7 +91,7 @@ class Layer(nnx.Module):
         return x_TE + ffn_TE, pages_LPKSW
 
     def _attention(
-        self, x_TE: jax.Array, pages_LPKSW: jax.Array, batch: RaggedBatch, rope: Rope
+        self, x_TE: jax.Array, pages_LPKSW: jax.Array, batch: RaggedBatch, rope: Rope, kernels: str
     ) -> tuple[jax.Array, jax.Array]:
         cfg, heads = self.layout.config, self.layout.heads
         H, K, D = heads.q_per_device, heads.kv_per_device, cfg.head_dim
@@ -102,7 +103,7 @@ class Layer(nnx.Module):
             q_THD = rms_norm(q_THD, self.q_norm[...], eps=cfg.rms_eps, plus_one=cfg.norm_plus_one)
             k_TKD = rms_norm(k_TKD, self.k_norm[...], eps=cfg.rms_eps, plus_one=cfg.norm_plus_one)
         q_THD, k_TKD = apply_rope(q_THD, rope), apply_rope(k_TKD, rope)
-        pages_LPKSW = write_pages(pages_LPKSW, self.index, k_TKD, v_TKD, batch)
+        pages_LPKSW = write_pages(pages_LPKSW, self.index, k_TKD, v_TKD, batch, implementation=kernels)
         out_THD = ragged_paged_attention(
             q_THD,
             pages_LPKSW,
@@ -111,6 +112,7 @@ class Layer(nnx.Module):
             scale=cfg.query_scale,
             sliding_window=cfg.sliding_window if cfg.local_layers[self.index] else None,
             soft_cap=cfg.attn_softcap,
+            implementation=kernels,
         )
         out_TE = self._row_parallel(out_THD.reshape(-1, H * D), self.w_o[...])
         return (out_TE + self.b_o[...] if cfg.o_bias else out_TE), pages_LPKSW
@@ -145,15 +147,19 @@ class Decoder(nnx.Module):
             self.unembed = _param((layout.padded_vocab, cfg.hidden_size), dtype, ("vocab", "embed"))
 
     def __call__(
-        self, token_ids_T: jax.Array, pages_LPKSW: jax.Array, batch: RaggedBatch
+        self, token_ids_T: jax.Array, pages_LPKSW: jax.Array, batch: RaggedBatch, *, kernels: str = AUTO
     ) -> tuple[jax.Array, jax.Array]:
-        """Logits [B, V] float32 of each row's last token (this device's part of the vocabulary), and the pool."""
+        """Logits [B, V] float32 of each row's last token (this device's part of the vocabulary), and the pool.
+
+        `kernels` is the implementation asked of the page writes and the attention.
+        """
         cfg = self.layout.config
         rope = rope_tables(cfg.rope, cfg.head_dim, batch.token_pos)
         local_rope = rope_tables(cfg.local_rope, cfg.head_dim, batch.token_pos) if cfg.local_rope else rope
         x_TE = self._embed(token_ids_T)
         for index, layer in enumerate(self.layers):
-            x_TE, pages_LPKSW = layer(x_TE, pages_LPKSW, batch, local_rope if cfg.local_layers[index] else rope)
+            own_rope = local_rope if cfg.local_layers[index] else rope
+            x_TE, pages_LPKSW = layer(x_TE, pages_LPKSW, batch, own_rope, kernels)
         last_B = jnp.maximum(batch.query_starts[1:] - 1, 0)
         x_BE = x_TE if last_B.shape[0] == x_TE.shape[0] else x_TE[last_B]
         x_BE = rms_norm(x_BE, self.final_norm[...], eps=cfg.rms_eps, plus_one=cfg.norm_plus_one)

@@ -6,15 +6,27 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels.batch import RaggedBatch
-from pallas_kernels.dispatch import AUTO, EVERYWHERE, Implementation, choose
+from pallas_kernels.dispatch import AUTO, EVERYWHERE, TPU, TPU_INTERPRET, XLA, Implementation, choose
+from pallas_kernels.ragged_paged_attention import tpu
 from pallas_kernels.ragged_paged_attention.reference import ragged_paged_attention as _xla
 from pallas_kernels.ragged_paged_attention.validate import validate
 
-IMPLEMENTATIONS = (Implementation("xla", EVERYWHERE, _xla, "the XLA reference, which runs everywhere"),)
+IMPLEMENTATIONS = (
+    Implementation(TPU, ("tpu",), tpu.ragged_paged_attention, "the Pallas kernel for TPU", tpu.refuse),
+    Implementation(XLA, EVERYWHERE, _xla, "the XLA reference, which runs everywhere"),
+    Implementation(
+        TPU_INTERPRET, ("cpu",), functools.partial(tpu.ragged_paged_attention, interpret=True),
+        "the Pallas kernel for TPU under simulated memory", tpu.refuse,
+    ),
+)  # fmt: skip
 
 
 def ragged_paged_attention(
@@ -62,13 +74,29 @@ def ragged_paged_attention(
         dtype=pages_LPKSW.dtype, operand=q_THD.dtype, shapes=shapes,
     )  # fmt: skip
 
+    return _run(
+        q_THD, pages_LPKSW, jnp.asarray(layer, jnp.int32), batch, sinks_H, kv_scales_2K,
+        run=chosen.run, scale=scale, sliding_window=sliding_window, soft_cap=soft_cap,
+    )  # fmt: skip
+
+
+# One trace for all layers that are alike, instead of one for each.
+@functools.partial(jax.jit, static_argnames=("run", "scale", "sliding_window", "soft_cap"))
+def _run(
+    q_THD: jax.Array,
+    pages_LPKSW: jax.Array,
+    layer: jax.Array,
+    batch: RaggedBatch,
+    sinks_H: jax.Array | None,
+    kv_scales_2K: jax.Array | None,
+    *,
+    run: Callable[..., jax.Array],
+    **options: Any,
+) -> jax.Array:
     def scaled(x_THD: jax.Array, of: int) -> jax.Array:
         if kv_scales_2K is None:
             return x_THD
-        return (x_THD.astype(jnp.float32) * jnp.repeat(kv_scales_2K[of], H // K)[:, None]).astype(x_THD.dtype)
+        group = x_THD.shape[1] // pages_LPKSW.shape[2]
+        return (x_THD.astype(jnp.float32) * jnp.repeat(kv_scales_2K[of], group)[:, None]).astype(x_THD.dtype)
 
-    out_THD = chosen.run(
-        scaled(q_THD, 0), pages_LPKSW, layer, batch,
-        scale=scale, sliding_window=sliding_window, soft_cap=soft_cap, sinks_H=sinks_H,
-    )  # fmt: skip
-    return scaled(out_THD, 1)
+    return scaled(run(scaled(q_THD, 0), pages_LPKSW, layer, batch, sinks_H=sinks_H, **options), 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -63,6 +64,21 @@ def write_pages(
     chosen = choose(
         "write_pages", IMPLEMENTATIONS, implementation, dtype=pages_LPKSW.dtype, operand=k_TKD.dtype, shapes=shapes
     )
+    return _run(pages_LPKSW, jnp.asarray(layer, jnp.int32), k_TKD, v_TKD, batch, kv_scales_2K, run=chosen.run)
+
+
+# One trace for all layers that are alike, instead of one for each.
+@functools.partial(jax.jit, static_argnames="run")
+def _run(
+    pages_LPKSW: jax.Array,
+    layer: jax.Array,
+    k_TKD: jax.Array,
+    v_TKD: jax.Array,
+    batch: RaggedBatch,
+    kv_scales_2K: jax.Array | None,
+    *,
+    run: Callable[..., jax.Array],
+) -> jax.Array:
     if kv_scales_2K is not None:
         k_TKD, v_TKD = (_quantised(x, s, pages_LPKSW.dtype) for x, s in zip((k_TKD, v_TKD), kv_scales_2K, strict=True))
-    return chosen.run(pages_LPKSW, layer, k_TKD, v_TKD, batch)
+    return run(pages_LPKSW, layer, k_TKD, v_TKD, batch)

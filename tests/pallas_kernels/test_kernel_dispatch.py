@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 
 import jax.numpy as jnp
@@ -55,5 +56,18 @@ def test_the_choice_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
 
 def test_the_reference_runs_everywhere() -> None:
     for platform in ("cpu", "gpu", "tpu"):
-        call = Call(platform, "", "bfloat16", "bfloat16", (("D", 80),))
-        assert [i.name for i in IMPLEMENTATIONS if i.objection(call) is None][-1:] == ["xla"]
+        shapes = {"T": 4, "B": 4, "N": 2, "H": 8, "K": 2, "D": 80, "S": 16, "W": 256}
+        call = Call(platform, "", "bfloat16", "bfloat16", tuple(shapes.items()))
+        assert "xla" in [i.name for i in IMPLEMENTATIONS if i.objection(call) is None]
+        assert IMPLEMENTATIONS[0].name != "xla"
+
+
+def test_interpreted_kernels_run_only_where_they_are_asked_for() -> None:
+    shapes = {"T": 4, "B": 4, "N": 2, "H": 8, "K": 2, "D": 64, "S": 16, "W": 128}
+    choice = functools.partial(choose, "ragged_paged_attention", IMPLEMENTATIONS, dtype="float32", shapes=shapes)
+    assert choice("auto").name == "xla"
+    assert choice("pallas_tpu_interpret").name == "pallas_tpu_interpret"
+
+
+def test_a_name_that_an_operation_lacks_means_auto() -> None:
+    assert pick("c", (XLA,), "pallas_gpu") == "xla"
