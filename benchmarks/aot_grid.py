@@ -1,8 +1,9 @@
 """The grid of kernel calls that `make aot` compiles for chips that are not there, and how one is compiled.
 
-A grid of every head size, group, page size, dtype and option on every chip would be 100,000 programs. This one walks
-all lists at once, each with its own stride, so that within one chip, operation and phase every value of every list
-occurs and every head size meets every pair of dtypes (5 and 4 are coprime: 20 cases).
+A grid of every head size, group, page size, dtype and option on every chip would be 100,000 programs, and one takes 1
+to 6 s of a core. This one walks all lists at once, each with its own stride, in 20 cases: every head size meets every
+pair of dtypes (5 and 4 are coprime). A GPU takes all of them, a TPU one half and its sibling the other; each half has
+every value of every list.
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ OPERATIONS = {
     "gather_pages": gather_folder,
     "scatter_pages": scatter_folder,
 }
+SECOND_HALF = ("v5p", "v6e")
 LAYERS, PAGES = 4, 64
 DECODE_ROWS, PREFILL_ROWS, PREFILL_TOKENS, TABLE = 16, 4, 256, 16
 MOVED_PAGES = 16
@@ -96,7 +98,8 @@ class Outcome:
 
 def _cases(chip: str, operation: str, phase: str) -> Iterable[Case]:
     moves = not phase
-    for i in range(10 if moves else 20):
+    first = 10 if chip in SECOND_HALF and not moves else 0
+    for i in range(first, first + (6 if moves else 20 if find_chip(chip).platform == "gpu" else 10)):
         operand, pool = DTYPES[i % 4]
         yield Case(
             chip=chip,
