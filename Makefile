@@ -15,7 +15,7 @@ with_extras = .$(if $(strip $(1)),[$(1)])
 extras_of = $(if $(EXTRAS),$(1)$(if $(1),$(comma))$(EXTRAS),$(1))
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test lint format gemma reference aot clean
+.PHONY: help serve test lint format gemma reference aot roofline clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -48,6 +48,9 @@ aot: $(AOT_VENV)/.installed-aot ## compile kernels and models for TPUs and GPUs 
 	    $(AOT_VENV)/bin/python -m benchmarks.aot_table build/aot.json || status=1; \
 	  fi; \
 	  exit $$status
+
+roofline: $(AOT_VENV)/.installed-aot ## count bytes and FLOPs of compiled models against the ideal, write the table (minutes)
+	@JAX_PLATFORMS=cpu $(AOT_VENV)/bin/python -m benchmarks.roofline
 
 clean: ## remove the environments and what tools left behind
 	rm -rf .venv .venv-* build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

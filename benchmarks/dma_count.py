@@ -1,4 +1,4 @@
-"""Counts the bytes of the DMAs that an interpreted TPU kernel executes: what a kernel says it moves can be held to it."""
+"""Counts the bytes of the DMAs that an interpreted TPU kernel executes, to hold to them what it says that it moves."""
 
 from __future__ import annotations
 

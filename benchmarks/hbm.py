@@ -1,12 +1,13 @@
 """Bytes that a compiled TPU program moves to and from HBM, counted from its optimised HLO text.
 
 XLA's own "bytes accessed" adds up the operands and results of every instruction wherever they lie: a weight that is
-brought to VMEM ahead of time and multiplied there counts three times. Here only what lies in HBM counts: the layout of an
-array in the text says where it lies (`S(1)` is VMEM, `S(2)` and up are semaphores and scalars).
+brought to VMEM ahead of time and multiplied there counts three times. Here only what lies in HBM counts: the layout of
+an array in the text says where it lies (`S(1)` is VMEM, `S(2)` and up are semaphores and scalars).
 
-An operand of a fusion that is only sliced inside counts with the slices, one that is updated in place with the update.
-The body of a loop counts as often as the text says that it runs, once where it does not say. Calls of Pallas kernels are
-left out: what they move is counted from their DMAs (`roofline.py`).
+An operand of a fusion that is only sliced inside counts with the slices, one that is updated in place with the
+update. The body of a loop counts as often as the text says that it runs, once where it does not say. Of a Pallas kernel
+only the operands and results beside the page pool count: what it moves of the pool is counted from its DMAs
+(`roofline.py`).
 """
 
 from __future__ import annotations
@@ -40,11 +41,14 @@ class Line:
         return re.findall(r"%([\w.-]+)", self.inside)
 
 
-def hbm_bytes(text: str) -> dict[str, int]:
-    """Bytes moved per execution, by the kind of instruction: reads of operands and writes of results in HBM."""
+def hbm_bytes(text: str, pool_bytes: int) -> dict[str, int]:
+    """Bytes moved per execution, by the kind of instruction: reads of operands and writes of results in HBM.
+
+    `pool_bytes`: size of the page pool on a device; arrays of a kernel that are as large are left out.
+    """
     computations, entry = _computations(text)
     moved: dict[str, int] = defaultdict(int)
-    _count(computations, entry, 1, moved)
+    _count(computations, entry, 1, moved, pool_bytes)
     return dict(moved)
 
 
@@ -87,7 +91,7 @@ def _size(kind: str) -> int:
     return total
 
 
-def _count(computations: dict[str, list[Line]], name: str, times: int, moved: dict[str, int]) -> None:
+def _count(computations: dict[str, list[Line]], name: str, times: int, moved: dict[str, int], pool_bytes: int) -> None:
     lines = computations[name]
     types = {line.name: line.result for line in lines}
     for line in lines:
@@ -96,9 +100,10 @@ def _count(computations: dict[str, list[Line]], name: str, times: int, moved: di
         if line.operation in ("while", "call", "conditional"):
             rounds = re.search(r'"known_trip_count":\{"n":"(\d+)"\}', line.rest)
             for called in re.findall(r"(?:body|to_apply|branch_computations)=\{?%?([\w.-]+)", line.rest):
-                _count(computations, called, times * (int(rounds[1]) if rounds else 1), moved)
+                _count(computations, called, times * (int(rounds[1]) if rounds else 1), moved, pool_bytes)
         elif line.operation == "custom-call" and "tpu_custom_call" in line.rest:
-            continue
+            sizes = [_size(kind) for kind in (line.result, *(types.get(one, "") for one in line.operands))]
+            moved["kernel operands"] += times * sum(size for size in sizes if size < pool_bytes)
         elif line.operation in ("copy-start", "slice-start"):
             # (source, destination, ...): read where it lies in HBM, write likewise; of a slice, only the slice.
             arrays = _ARRAY.findall(line.result)
