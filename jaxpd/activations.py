@@ -51,8 +51,8 @@ class Activations:
 def activations(
     layout: ModelLayout, shape: BatchShape, *, replicas: int, itemsize: int, item_bytes: int = 0, vmem_bytes: int = 0
 ) -> Activations:
-    """Of one bucket on one of `layout.tp` devices. `item_bytes`: queries and results as the attention kernel wants them;
-    0 for an implementation that takes them as they are. `vmem_bytes`: of the chip, if it is a TPU.
+    """Of one bucket on one of `layout.tp` devices. `item_bytes`: queries and results as the attention kernel wants
+    them; 0 for an implementation that takes them as they are. `vmem_bytes`: of the chip, if it is a TPU.
     """
     cfg, heads = layout.config, layout.heads
     T, B = max(shape.tokens, TILE_ROWS), max(shape.rows, TILE_ROWS)
