@@ -54,7 +54,7 @@ class KernelCall:
     target: str  # "tpu_custom_call", or Mosaic GPU's
     name: str  # the kernel's
     vmem_bytes: int | None  # what the compiler gave it on a TPU; None on a GPU
-    vmem_limit_bytes: int | None  # what it was allowed
+    vmem_limit_bytes: int | None  # what it was allowed, where it asked for more than the compiler's default
 
 
 def kernel_calls(text: str) -> list[KernelCall]:
@@ -67,7 +67,7 @@ def kernel_calls(text: str) -> list[KernelCall]:
             label = (name[1] or name[2]) if name else one.name
             allowed, used = _vmem(one.line, "(?<!used_)scoped_"), _vmem(one.line, "used_scoped_")
             # What is used is counted from address 0, and the kernel's part begins where what is allowed does.
-            size = sum(used) - allowed[0] if allowed and used else None
+            size = sum(used) - (allowed[0] if allowed else 0) if used else None
             calls.append(KernelCall(target[1], label, size, allowed[1] if allowed else None))
     return calls
 
