@@ -1,6 +1,10 @@
 """The TPU kernels that move pages, interpreted: byte for byte what XLA does, no race, and as many DMAs as they say.
 
 Pools hold random bytes, so that NaNs of every kind are among them and must survive.
+
+The race detector sees a computation meet a DMA (`write_pages`), not two DMAs of one core that meet: that no two of them
+share a place is what `test_items_are_the_groups_of_the_tokens` shows for writes; whole pages have places of their own.
+A DMA that nobody waits for never runs there, and leaves wrong bytes.
 """
 
 from __future__ import annotations
