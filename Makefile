@@ -6,6 +6,7 @@ ARGS ?=
 TESTS ?=
 EXTRAS ?=
 VENV ?= .venv
+AOT_VENV ?= .venv-aot
 PIP_FLAGS ?= -q --disable-pip-version-check
 
 BIN := $(VENV)/bin
@@ -14,7 +15,7 @@ with_extras = .$(if $(strip $(1)),[$(1)])
 extras_of = $(if $(EXTRAS),$(1)$(if $(1),$(comma))$(EXTRAS),$(1))
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test lint format gemma reference clean
+.PHONY: help serve test lint format gemma reference aot roofline clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -38,6 +39,18 @@ gemma: $(VENV)/.installed-test ## compare Gemma 3 270M with its reference tokens
 
 reference: $(VENV)/.installed-test ## compare SmolLM2 with its reference tokens on every pair of meshes (minutes)
 	@JAX_PLATFORMS=cpu $(BIN)/python -m pytest -q -m slow $(TESTS)
+
+aot: $(AOT_VENV)/.installed-aot ## compile kernels and models for TPUs and GPUs that are not there, write the table (minutes)
+	@mkdir -p build && rm -f build/aot.json
+	@JAX_PLATFORMS=cpu $(AOT_VENV)/bin/python -m pytest -q -m aot --aot-json build/aot.json $(or $(TESTS),tests/aot); \
+	  status=$$?; \
+	  if [ -z '$(TESTS)' ] && [ -f build/aot.json ]; then \
+	    $(AOT_VENV)/bin/python -m benchmarks.aot_table build/aot.json || status=1; \
+	  fi; \
+	  exit $$status
+
+roofline: $(AOT_VENV)/.installed-aot ## count bytes and FLOPs of compiled models against the ideal, write the table (minutes)
+	@JAX_PLATFORMS=cpu $(AOT_VENV)/bin/python -m benchmarks.roofline
 
 clean: ## remove the environments and what tools left behind
 	rm -rf .venv .venv-* build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
@@ -69,3 +82,19 @@ $(VENV)/.installed-dev: pyproject.toml | $(VENV)/bin/python
 	@echo "installing jaxpd and its development tools into $(VENV) (a few minutes the first time)" >&2
 	@$(BIN)/python -m pip install $(PIP_FLAGS) -e '$(call with_extras,$(call extras_of,dev))'
 	@touch $@ $(VENV)/.installed-test $(VENV)/.installed
+
+# jaxlib, libtpu and the CUDA plugin that fit one another are to be had for Python >= 3.12 only.
+$(AOT_VENV)/bin/python:
+	@for python in $(PYTHON) python3 python3.13 python3.12 ~/.pyenv/versions/3.1[2-9]*/bin/python python; do \
+	  "$$python" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 12))' 2>/dev/null || continue; \
+	  echo "making $(AOT_VENV) with $$("$$python" -V)" >&2; \
+	  exec "$$python" -m venv $(AOT_VENV); \
+	done; \
+	echo "make aot needs Python >= 3.12 with venv, and none was found. Install one (Debian 13, Ubuntu 24.04:" >&2; \
+	echo "apt install python3 python3-venv) or name it: make aot PYTHON=/path/to/python3.12" >&2; \
+	exit 1
+
+$(AOT_VENV)/.installed-aot: pyproject.toml | $(AOT_VENV)/bin/python
+	@echo "installing jaxpd, libtpu and the CUDA plugin into $(AOT_VENV) (a few minutes the first time)" >&2
+	@$(AOT_VENV)/bin/python -m pip install $(PIP_FLAGS) -e '.[aot,test]'
+	@touch $@

@@ -134,7 +134,7 @@ def _shaped(shape: tuple[int, ...], dtype: Any, sharding: NamedSharding) -> jax.
 
 
 def lower_forward(spec: ProgramSpec, shape: BatchShape) -> jax.stages.Lowered:
-    """`forward` of one bucket, ready to compile. The mesh may be one of devices that are not there (meshes.topology)."""
+    """`forward` of one bucket, ready to compile, also for devices that are not there (`meshes.topology`)."""
     layout = spec.layout
     graphdef, abstract = abstract_params(spec.config, layout.tp, spec.dtype)
     param_specs = {path: spec.rules.spec(p.get_metadata("axes")) for path, p in abstract.items()}

@@ -4,11 +4,11 @@ All figures are those of **one JAX device**. On v5p that is a chip with both of 
 chip is two devices, so its figures are half of the data sheet's.
 
 Sources, as published by the makers: Google Cloud's documentation, the pages "TPU v5e", "TPU v5p", "TPU v6e" and "TPU7x
-(Ironwood)"; NVIDIA's data sheets "H100 Tensor Core GPU" (SXM column) and "H200 Tensor Core GPU" (SXM), dense rates, that
-is half of those printed "with sparsity". VMEM and the numbers of cores of TPUs are not on those pages: they are jax's own
-(`pltpu.get_tpu_info`). Shared memory and registers are the CUDA programming guide's for compute capability 9.0. jax's
-table has the bandwidth of v5p as 2460 GB/s and Google's page as 2765; which is nearer to what a program can reach we
-could not measure.
+(Ironwood)"; NVIDIA's data sheets "H100 Tensor Core GPU" (SXM column) and "H200 Tensor Core GPU" (SXM), dense rates,
+that is half of those printed "with sparsity". VMEM and the numbers of cores of TPUs are not on those pages: they are
+jax's own (`pltpu.get_tpu_info`). Shared memory and registers are the CUDA programming guide's for compute capability
+9.0. jax's table has the bandwidth of v5p as 2460 GB/s and Google's page as 2765; which is nearer to what a program can
+reach we could not measure.
 """
 
 from __future__ import annotations

@@ -3,11 +3,11 @@
     mesh = compile_only_mesh("v5e", MeshSpec(8, 1))
     compiled = jax.jit(step).lower(*shapes_with_shardings_on(mesh)).compile()
 
-Inside `shard_map` over such a mesh a kernel sees which chip it is for. Outside of it nothing says so: lower a bare kernel
-under `compiling_for(chip)`.
+Inside `shard_map` over such a mesh a kernel sees which chip it is for. Outside of it nothing says so: lower a bare
+kernel under `compiling_for(chip)`.
 
-TPUs need the package libtpu, GPUs JAX's CUDA plugin: the extra `aot`, in an environment of its own (`make aot`), for both
-try to start where JAX is used otherwise.
+TPUs need the package libtpu, GPUs JAX's CUDA plugin: the extra `aot`, in an environment of its own (`make aot`), for
+both try to start where JAX is used otherwise.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import functools
 import importlib.util
 import os
 import pathlib
+import threading
 
 import jax
 from jax.experimental import topologies
@@ -59,7 +60,9 @@ def _tpu_devices(chip: Chip, spec: MeshSpec) -> tuple[jax.Device, ...]:
     for count, name in chip.topologies:
         if count >= spec.num_devices:
             return _topology("tpu", f"{chip.name}:{name}", "")
-    raise ValueError(f"mesh {spec} needs {spec.num_devices} devices, need at most {chip.topologies[-1][0]} on {chip.name}")
+    raise ValueError(
+        f"mesh {spec} needs {spec.num_devices} devices, need at most {chip.topologies[-1][0]} on {chip.name}"
+    )
 
 
 def _gpu_devices(chip: Chip, spec: MeshSpec) -> tuple[jax.Device, ...]:
@@ -78,8 +81,16 @@ def _need(module: str, chip: Chip) -> None:
         )
 
 
-@functools.cache
+_starting = threading.Lock()  # two threads must not load libtpu or the plugin at once
+
+
 def _topology(platform: str, name: str, target: str) -> tuple[jax.Device, ...]:
+    with _starting:
+        return _load(platform, name, target)
+
+
+@functools.cache
+def _load(platform: str, name: str, target: str) -> tuple[jax.Device, ...]:
     for key, value in _ENVIRONMENT.items():
         os.environ.setdefault(key, value)
     if not jax.config.jax_platforms:  # type: ignore[attr-defined]

@@ -15,6 +15,9 @@ def interpret_params(**overrides: Any) -> pltpu.InterpretParams:
     """Parameters under which races are recorded, reads out of bounds raise, and unwritten memory holds NaN."""
     settings: dict[str, Any] = {"detect_races": True, "out_of_bounds_reads": "raise", "uninitialized_memory": "nan"}
     settings |= {"buffer_bounds": "logical", "dma_execution_mode": "on_wait"}
+    # With the default of two entries all DMAs of a device share one clock, and whoever waits for one seems to have
+    # waited for all: a block read into the buffer that was being computed on went unseen (jax 0.10.2).
+    settings |= {"vector_clock_size": 256}
     if "on_race" in _FIELDS:  # jax 0.12 would raise inside a callback and leave `races_found` false; 0.10 only records
         settings["on_race"] = "warn"
     return pltpu.InterpretParams(**(settings | overrides))
