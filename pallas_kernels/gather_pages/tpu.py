@@ -10,7 +10,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.tpu_pages import cost_estimate, each_page, pages_in_flight, refuse
-from pallas_kernels.tpu_params import interpret_params
+from pallas_kernels.tpu_params import interpret_params, stays_in_hbm
 
 __all__ = ["gather_pages", "refuse"]
 
@@ -53,5 +53,5 @@ def gather_pages(pages_LPKSW: jax.Array, page_ids_N: jax.Array, *, interpret: bo
         cost_estimate=cost_estimate(L, N, K, S, W, dtype),
         interpret=interpret_params() if interpret else False,
         name="gather_pages",
-    )(jnp.clip(page_ids_N, 0, P - 1), pages_LPKSW)
+    )(jnp.clip(page_ids_N, 0, P - 1), stays_in_hbm(pages_LPKSW, interpret))
     return tuple(heads)

@@ -9,7 +9,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.tpu_pages import cost_estimate, each_page, pages_in_flight, refuse
-from pallas_kernels.tpu_params import interpret_params
+from pallas_kernels.tpu_params import interpret_params, stays_in_hbm
 
 __all__ = ["scatter_pages", "refuse"]
 
@@ -62,4 +62,4 @@ def scatter_pages(
         cost_estimate=cost_estimate(L, N, K, S, W, dtype),
         interpret=interpret_params() if interpret else False,
         name="scatter_pages",
-    )(page_ids_N, *heads, pages_LPKSW)
+    )(page_ids_N, *(stays_in_hbm(array, interpret) for array in (*heads, pages_LPKSW)))

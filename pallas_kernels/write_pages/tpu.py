@@ -22,7 +22,7 @@ from jax.experimental.pallas import tpu as pltpu
 from pallas_kernels.batch import RaggedBatch
 from pallas_kernels.dispatch import Call
 from pallas_kernels.tpu_pages import GROUP, refuse_pool
-from pallas_kernels.tpu_params import SMEM_BYTES, interpret_params
+from pallas_kernels.tpu_params import SMEM_BYTES, interpret_params, stays_in_hbm
 
 WHOLE = (1 << GROUP) - 1  # `new_slots` of a group that is written whole, which need not be read
 MOST_IN_BLOCK = 32
@@ -211,4 +211,10 @@ def write_pages(
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel",)),
         interpret=interpret_params() if interpret else False,
         name="write_pages",
-    )(jnp.asarray(layer, jnp.int32).reshape(1), items.group_I, items.new_slots_I, items.kv_IKGW, pages_LPKSW)
+    )(
+        jnp.asarray(layer, jnp.int32).reshape(1),
+        items.group_I,
+        items.new_slots_I,
+        items.kv_IKGW,
+        stays_in_hbm(pages_LPKSW, interpret),
+    )
