@@ -171,7 +171,10 @@ def allowed_bytes(case: ForwardCase, layout: ModelLayout, itemsize: int) -> int:
         D=layout.config.head_dim, S=PAGE_SIZE, W=lanes(layout.config.head_dim), pool_bytes=itemsize,
         query_bytes=itemsize,
     )  # fmt: skip
-    blocks = choose_blocks(sizes, find_chip(case.chip).device_kind)
+    chip = find_chip(case.chip)
+    blocks = choose_blocks(sizes, chip.device_kind)
     assert blocks is not None
     items = padded_items(sizes, blocks) * sizes.K * blocks.rows * (sizes.key_lanes + sizes.value_lanes) * itemsize
-    return activations(layout, case.shape, itemsize=itemsize, item_bytes=items).most
+    return activations(
+        layout, case.shape, replicas=case.mesh.dp, itemsize=itemsize, item_bytes=items, vmem_bytes=chip.vmem_bytes
+    ).most

@@ -65,14 +65,15 @@ def kernel_calls(text: str) -> list[KernelCall]:
         if one.operation == "custom-call" and target:
             name = re.search(r'"kernel_name":"([^"]*)"|op_name="([^"]*)"', one.line)
             label = (name[1] or name[2]) if name else one.name
-            calls.append(
-                KernelCall(target[1], label, _scoped(one.line, "used_scoped_"), _scoped(one.line, "(?<!used_)scoped_"))
-            )
+            allowed, used = _vmem(one.line, "(?<!used_)scoped_"), _vmem(one.line, "used_scoped_")
+            # What is used is counted from address 0, and the kernel's part begins where what is allowed does.
+            size = sum(used) - allowed[0] if allowed and used else None
+            calls.append(KernelCall(target[1], label, size, allowed[1] if allowed else None))
     return calls
 
 
-def _scoped(line: str, prefix: str) -> int | None:
-    """Bytes of VMEM (memory space 1) in the list of scoped memory that `prefix` names."""
+def _vmem(line: str, prefix: str) -> tuple[int, int] | None:
+    """(offset, bytes) of VMEM (memory space 1) in the list of scoped memory that `prefix` names."""
     found = re.search(rf'"?{prefix}memory_configs":\[([^\]]*)\]', line)
-    size = found and re.search(r'"memory_space":"1","offset":"\d+","size":"(\d+)"', found[1])
-    return int(size[1]) if size else None
+    part = found and re.search(r'"memory_space":"1","offset":"(\d+)","size":"(\d+)"', found[1])
+    return (int(part[1]), int(part[2])) if part else None

@@ -1,9 +1,13 @@
 """Decode steps on Hopper: flash decoding over pages (Dao et al., 2023), with Pallas Mosaic GPU.
 
-One CUDA block takes one item (`gpu_items`: some blocks of one row's context) of one KV slot, and multiplies them with
-the G query rows of the slot. wgmma wants 64 rows: those beyond G hold whatever was in shared memory; each row of the
-result depends on its own query only, and they are not written. Arithmetic stays far below what the tensor cores can do
-while memory is the bound.
+A piece of work is one item (`gpu_items`: some blocks of one row's context) of one KV slot. One CUDA block for each SM
+takes a piece after the other, and its memory warpgroup goes on to the next while the last is computed, so that the
+memory is never left waiting for a start or an end. Two compute warpgroups take every other block, each with a maximum,
+sum and output of its own, and join them at the end of the piece: one alone would be about as slow as the memory.
+
+The keys and values are multiplied with the G query rows of the slot. wgmma wants 64 rows: those beyond G hold whatever
+was in shared memory; each row of the result depends on its own query only, and they are not written. Arithmetic stays
+far below what the tensor cores can do while memory is the bound.
 
 Each item leaves its normalised output and the logarithm of its sum in float32; `combine` joins those of a row, in XLA.
 
@@ -16,6 +20,7 @@ Dimension key: that of `gpu_kernel`.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -26,11 +31,15 @@ from jax import lax
 from pallas_kernels.gpu_pages import mosaic_gpu
 from pallas_kernels.ragged_paged_attention.gpu_items import Items, decode_items
 from pallas_kernels.ragged_paged_attention.gpu_kernel import (
+    COMPUTE_REGISTERS,
     LOG2E,
     MASKED,
+    MEMORY_REGISTERS,
     ROWS,
+    WARPGROUPS,
     Shape,
     move,
+    multiprocessors,
     ring,
     score,
     spread,
@@ -38,13 +47,12 @@ from pallas_kernels.ragged_paged_attention.gpu_kernel import (
     zero_beyond,
 )
 
-SMS = 132  # H100 and H200; a grid that fits another Hopper less exactly is no mistake
-WAVES = 4  # CUDA blocks for each SM that a full batch is cut into, to even out unequal ends
+WAVES = 4  # pieces of work for each SM that a full batch is cut into at least, to even out unequal ends
 LEAST_BLOCKS = 4  # of an item, so that starting one is worth it
 
 
-def number_of_items(rows: int, kv_slots: int, sms: int = SMS) -> int:
-    """I: one a row for rounding, and enough to fill the chip `WAVES` times."""
+def number_of_items(rows: int, kv_slots: int, sms: int) -> int:
+    """I: one a row for rounding, and enough to give every SM `WAVES` of them."""
     return rows + max(1, -(-WAVES * sms // kv_slots))
 
 
@@ -57,13 +65,16 @@ def decode(
     L, P, K, S, W = pages_LPKSW.shape
     G = H // K
     shape = Shape(False, D, S, G, staged=interpret is not None)
-    count, M = number_of_items(B, K, 1 if interpret else SMS), shape.rows
+    sms = 1 if interpret else multiprocessors()
+    count, M = number_of_items(B, K, sms), shape.rows
+    cuda_blocks = min(count * K, 2 * sms if interpret else sms)
     items = decode_items(
         context_B, sliding_window, items=count, block=shape.block, copy=shape.copy,
         least_blocks=1 if interpret else LEAST_BLOCKS,
     )  # fmt: skip
     q_BKMD = jnp.pad(q_THD.reshape(B, K, G, D), ((0, 0), (0, 0), (0, M - G), (0, 0)))
-    run = _kernel(shape, (B, K, count, P, table_BN.shape[1]), q_THD.dtype, scale, sliding_window, soft_cap, interpret)
+    sizes = (B, K, count, P, table_BN.shape[1], cuda_blocks)
+    run = _kernel(shape, sizes, q_THD.dtype, scale, sliding_window, soft_cap, interpret)
     out_IKMD, lse_IKM = run(
         items.packed(), jnp.asarray(layer, jnp.int32).reshape(1), table_BN, q_BKMD, pages_LPKSW.reshape(-1, W)
     )
@@ -95,46 +106,89 @@ def _kernel(
 ) -> Any:  # fmt: skip
     plgpu = mosaic_gpu()
 
-    B, K, count, P, N = sizes
+    B, K, count, P, N, cuda_blocks = sizes
     D, S, X, M, parts = shape.head_dim, shape.page_size, shape.block, shape.rows, shape.parts
     part = D // parts
 
     def attend(
-        items_ref: Any, layer_ref: Any, table_ref: Any, q_ref: Any, pool_ref: Any, *outputs: Any, **scratch: Any
-    ) -> None:
-        item, head = lax.axis_index("item"), lax.axis_index("head")
-        row, start, blocks, context = (items_ref[item, i] for i in (0, 1, 2, 6))
-        begin = jnp.int32(0) if window is None else jnp.maximum(context - window, 0)
+        items_ref: Any, layer_ref: Any, table_ref: Any, q_ref: Any, pool_ref: Any, out_ref: Any, lse_ref: Any,
+        **scratch: Any,
+    ) -> None:  # fmt: skip
         warpgroup = lax.axis_index("warpgroup")
 
-        @pl.when(jnp.logical_and(warpgroup == 0, blocks > 0))
+        @pl.when(warpgroup < WARPGROUPS)
         def _() -> None:
-            compute(item, head, start, blocks, begin, context, q_ref.at[row, head], *outputs, **scratch)
+            plgpu.set_max_registers(COMPUTE_REGISTERS, action="increase")
+            each(items_ref, functools.partial(compute, out_ref, lse_ref, **scratch))
+            plgpu.wait_smem_to_gmem(0)
 
-        @pl.when(jnp.logical_and(warpgroup == 1, blocks > 0))
+        @pl.when(warpgroup == WARPGROUPS)
         def _() -> None:
-            lowest, highest = lax.div(begin, jnp.int32(S)), lax.div(context - 1, jnp.int32(S))
-            move(
-                shape, P, K, head=head, row=row, start=start, blocks=blocks, lowest=lowest, highest=highest,
-                layer_ref=layer_ref, table_ref=table_ref, pool_ref=pool_ref,
-                **{name: scratch[name] for name in ring(shape, dtype)},
-            )  # fmt: skip
+            plgpu.set_max_registers(MEMORY_REGISTERS, action="decrease")
+            each(items_ref, functools.partial(fetch, layer_ref, table_ref, q_ref, pool_ref, **scratch))
+
+    def each(items_ref: Any, do: Callable[..., None]) -> None:
+        """Every piece of work of this CUDA block, with the blocks and the pieces that went before it."""
+
+        def piece(i: Any, done: tuple[Any, Any]) -> tuple[Any, Any]:
+            work = lax.axis_index("cuda_block") + i * cuda_blocks
+            item, head = lax.div(work, jnp.int32(K)), lax.rem(work, jnp.int32(K))
+            row, start, blocks, context = (items_ref[item, field] for field in (0, 1, 2, 6))
+            begin = jnp.int32(0) if window is None else jnp.maximum(context - window, 0)
+
+            @pl.when(blocks > 0)
+            def _() -> None:
+                do(*done, item=item, head=head, row=row, start=start, blocks=blocks, begin=begin, context=context)
+
+            return done[0] + blocks, done[1] + jnp.minimum(blocks, 1)
+
+        pieces = lax.div(count * K - lax.axis_index("cuda_block") + cuda_blocks - 1, jnp.int32(cuda_blocks))
+        lax.fori_loop(0, pieces, piece, (jnp.int32(0), jnp.int32(0)))
+
+    def queries(q_smem: Any, nth: Any, rows: int) -> tuple[Any, Any]:
+        """Where the queries of the nth piece of work begin, and which of two barriers is theirs."""
+        odd = lax.rem(nth, jnp.int32(2))
+        return q_smem.at[pl.ds(pl.multiple_of(odd * M, 8), rows)], odd
+
+    def fetch(
+        layer_ref: Any, table_ref: Any, q_ref: Any, pool_ref: Any, before: Any, nth: Any, *, item: Any, head: Any,
+        row: Any, start: Any, blocks: Any, begin: Any, context: Any, q_smem: Any, q_full: Any, q_free: Any,
+        **scratch: Any,
+    ) -> None:  # fmt: skip
+        q_at, odd = queries(q_smem, nth, M)
+
+        @pl.when(nth >= 2)
+        def _() -> None:
+            plgpu.barrier_wait(q_free.at[odd])
+
+        plgpu.copy_gmem_to_smem(q_ref.at[row, head], q_at, q_full.at[odd])
+        move(
+            shape, P, K, head=head, row=row, start=start, blocks=blocks, before=before,
+            lowest=lax.div(begin, jnp.int32(S)), highest=lax.div(context - 1, jnp.int32(S)),
+            layer_ref=layer_ref, table_ref=table_ref, pool_ref=pool_ref,
+            **{name: scratch[name] for name in ring(shape, dtype)},
+        )  # fmt: skip
 
     def compute(
-        item: Any, head: Any, start: Any, blocks: Any, begin: Any, context: Any, q_ref: Any, out_ref: Any, lse_ref: Any,
-        *, q_smem: Any, q_full: Any, k_smem: Any, v_smem: Any, k_full: Any, v_full: Any, k_free: Any, v_free: Any,
-        out_smem: Any, lse_smem: Any, p_smem: Any = None,
+        out_ref: Any, lse_ref: Any, before: Any, nth: Any, *, item: Any, head: Any, row: Any, start: Any, blocks: Any,
+        begin: Any, context: Any, q_smem: Any, q_full: Any, q_free: Any, k_smem: Any, v_smem: Any, k_full: Any,
+        v_full: Any, k_free: Any, v_free: Any, out_smem: Any, out_free: Any, out_full: Any, peak_smem: Any,
+        total_smem: Any, p_smem: Any = None,
     ) -> None:  # fmt: skip
-        plgpu.copy_gmem_to_smem(q_ref, q_smem.at[pl.ds(0, M)], q_full)
-        plgpu.barrier_wait(q_full)
+        warpgroup = lax.axis_index("warpgroup")
+        q_at, odd = queries(q_smem, nth, ROWS)
+        plgpu.barrier_wait(q_full.at[odd])
 
-        def block(b: Any, carry: Any) -> Any:
+        own = lax.rem(before + warpgroup, jnp.int32(2))  # first of the blocks that are this warpgroup's
+
+        def block(i: Any, carry: Any) -> Any:
             peak, total, out = carry
-            slot = lax.rem(b, jnp.int32(shape.stages))
+            b = own + 2 * i
+            slot = lax.rem(before + b, jnp.int32(shape.stages))
             plgpu.barrier_wait(k_full.at[slot])
 
             def times_k(acc_ref: Any) -> Any:
-                plgpu.wgmma(acc_ref, q_smem, k_smem.at[slot].T)
+                plgpu.wgmma(acc_ref, q_at, k_smem.at[slot].T)
                 return acc_ref[...]
 
             scores = score(pl.run_scoped(times_k, plgpu.ACC((ROWS, X), jnp.float32)), scale, soft_cap)
@@ -151,9 +205,9 @@ def _kernel(
             total = total * shrink + weights.sum(axis=1)
             p = weights.astype(dtype)
             if p_smem is not None:
-                p_smem[...] = p
+                p_smem[warpgroup] = p
                 plgpu.commit_smem()
-                p = p_smem
+                p = p_smem.at[warpgroup]
             plgpu.barrier_wait(v_full.at[slot])
 
             @pl.when(at + X > context)
@@ -175,23 +229,55 @@ def _kernel(
 
         nothing = plgpu.layout_cast(jnp.zeros((ROWS,), jnp.float32), plgpu.Layout.WGMMA.reduce(1))
         none = [plgpu.layout_cast(jnp.zeros((ROWS, part), jnp.float32), plgpu.Layout.WGMMA) for _ in range(parts)]
-        peak, total, out = lax.fori_loop(0, blocks, block, (nothing + MASKED, nothing, none))
-        for i in range(parts):
-            out_smem[:, pl.ds(i * part, part)] = out[i] / spread(total, out[i].shape)
-        lse_smem[...] = (peak + jnp.log2(total)) * (1 / LOG2E)
-        plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(out_smem.at[pl.ds(0, M)], out_ref.at[item, head])
-        plgpu.copy_smem_to_gmem(lse_smem.at[pl.ds(0, M)], lse_ref.at[item, head])
-        plgpu.wait_smem_to_gmem(0)
+        trips = lax.div(blocks - own + 1, jnp.int32(2))
+        peak, total, out = lax.fori_loop(0, trips, block, (nothing + MASKED, nothing, none))
+        plgpu.barrier_arrive(q_free.at[odd])
+
+        # Part by part, through one buffer: the second hands over what it has, the first joins it with its own.
+        @pl.when(warpgroup == 1)
+        def _() -> None:
+            for i in range(parts):
+                plgpu.barrier_wait(out_free)
+                if i == 0:
+                    peak_smem[...] = peak
+                    total_smem[...] = total
+                out_smem[...] = out[i]
+                plgpu.barrier_arrive(out_full)
+
+        @pl.when(warpgroup == 0)
+        def _() -> None:
+            for i in range(parts):
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                plgpu.barrier_arrive(out_free)
+                plgpu.barrier_wait(out_full)
+                if i == 0:
+                    rows = plgpu.Layout.WGMMA.reduce(1)
+                    other_peak, other_total = (plgpu.layout_cast(smem[...], rows) for smem in (peak_smem, total_smem))
+                    joint_peak = jnp.maximum(peak, other_peak)
+                    mine, others = jnp.exp2(peak - joint_peak), jnp.exp2(other_peak - joint_peak)
+                    joint = total * mine + other_total * others  # at least one of them has seen a token
+                    peak_smem[...] = (joint_peak + jnp.log2(joint)) * (1 / LOG2E)
+                    mine, others = mine / joint, others / joint
+                other = plgpu.layout_cast(out_smem[...], plgpu.Layout.WGMMA)
+                out_smem[...] = out[i] * spread(mine, other.shape) + other * spread(others, other.shape)
+                plgpu.commit_smem()
+                lanes = pl.ds(i * part, part)
+                plgpu.copy_smem_to_gmem(out_smem.at[pl.ds(0, M)], out_ref.at[item, head, :, lanes])
+                if i == 0:
+                    plgpu.copy_smem_to_gmem(peak_smem.at[pl.ds(0, M)], lse_ref.at[item, head])
 
     scratch = ring(shape, dtype) | {
-        "q_smem": tiled(dtype, shape.swizzle, ROWS, D),
-        "q_full": plgpu.Barrier(),
-        "out_smem": plgpu.SMEM((ROWS, D), jnp.float32),
-        "lse_smem": plgpu.SMEM((ROWS,), jnp.float32),
+        "q_smem": tiled(dtype, shape.swizzle, M + ROWS, D),
+        "q_full": plgpu.Barrier(num_barriers=2),
+        "q_free": plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=2),
+        "out_smem": plgpu.SMEM((ROWS, part), jnp.float32),
+        "out_free": plgpu.Barrier(),
+        "out_full": plgpu.Barrier(),
+        "peak_smem": plgpu.SMEM((ROWS,), jnp.float32),
+        "total_smem": plgpu.SMEM((ROWS,), jnp.float32),
     }
     if shape.staged:
-        scratch["p_smem"] = tiled(dtype, shape.swizzle, ROWS, X)
+        scratch["p_smem"] = tiled(dtype, shape.swizzle, WARPGROUPS, ROWS, X)
     attend.__name__ = "ragged_paged_attention_decode"
     seen = min(window or N * S, N * S)
     return plgpu.kernel(
@@ -201,9 +287,9 @@ def _kernel(
             jax.ShapeDtypeStruct((count, K, M), jnp.float32),
         ),
         scratch_types=scratch,
-        grid=(count, K),
-        grid_names=("item", "head"),
-        num_threads=2,
+        grid=(cuda_blocks,),
+        grid_names=("cuda_block",),
+        num_threads=WARPGROUPS + 1,
         thread_name="warpgroup",
         compiler_params=plgpu.CompilerParams(approx_math=True),
         cost_estimate=pl.CostEstimate(

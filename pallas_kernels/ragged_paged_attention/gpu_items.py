@@ -42,7 +42,7 @@ def _own(ends_B: jax.Array, items: int) -> tuple[jax.Array, jax.Array]:
 def decode_items(
     context_B: jax.Array, window: int | None, *, items: int, block: int, copy: int, least_blocks: int
 ) -> Items:
-    """At most `items` items, which must be more than the rows; each but a row's last has equally many blocks."""
+    """At most `items` items, which must be more than the rows; those of one row are equally large, but for the last."""
     B = context_B.shape[0]
     begin_B = jnp.zeros_like(context_B)
     if window is not None:
@@ -50,12 +50,13 @@ def decode_items(
     start_B = begin_B // copy * copy
     blocks_B = (context_B - start_B + block - 1) // block
     # Rounding up costs less than one item a row.
-    share = jnp.maximum((jnp.sum(blocks_B) + items - B - 1) // (items - B), least_blocks)
-    items_B = (blocks_B + share - 1) // share
+    most = jnp.maximum((jnp.sum(blocks_B) + items - B - 1) // (items - B), least_blocks)
+    items_B = (blocks_B + most - 1) // most
     ends_B = jnp.cumsum(items_B, dtype=jnp.int32)
     row_I, live_I = _own(ends_B, items)
-    before_I = (jnp.arange(items, dtype=jnp.int32) - (ends_B - items_B)[row_I]) * share  # the row's blocks before it
-    blocks_I = jnp.where(live_I, jnp.minimum(blocks_B[row_I] - before_I, share), 0)
+    share_I = ((blocks_B + items_B - 1) // jnp.maximum(items_B, 1))[row_I]
+    before_I = (jnp.arange(items, dtype=jnp.int32) - (ends_B - items_B)[row_I]) * share_I  # the row's blocks before it
+    blocks_I = jnp.where(live_I, jnp.clip(blocks_B[row_I] - before_I, 0, share_I), 0)
     context_I = context_B[row_I]
     return Items(
         row_I, jnp.where(live_I, start_B[row_I] + before_I * block, 0), blocks_I, row_I, context_I - 1,

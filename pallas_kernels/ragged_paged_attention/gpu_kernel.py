@@ -2,7 +2,8 @@
 
 Both are warp-specialised. One memory warpgroup reads page ids and asks the TMA unit for keys and values, straight from
 the pool, into a ring of shared-memory stages, as far ahead as the ring allows. The compute warpgroups wait for a
-stage, multiply with wgmma and give it back. A stage is one block: X tokens of a row's context, in copies of R tokens.
+stage, multiply with wgmma and give it back: both each stage in prefill, where they hold different queries, and every
+other stage in decode. A stage is one block: X tokens of a row's context, in copies of R tokens.
 
 The pool is seen as a matrix of tokens [L * P * K * S, W], which costs nothing; a page of a KV slot is S of its rows.
 
@@ -27,9 +28,10 @@ MASKED = -1e30  # finite, so that a maximum less itself is 0
 ROWS = 64  # of a wgmma
 LOG2E = math.log2(math.e)
 SMEM_PER_BLOCK = 227 * 1024  # of a CUDA block on Hopper
-SMEM_PER_SM = 228 * 1024  # of which each CUDA block takes 1 KB more than it asks for
 SCRATCH = 2048  # of Mosaic's, for reductions
 MOST_STAGES = 8
+WARPGROUPS = 2  # that compute
+COMPUTE_REGISTERS, MEMORY_REGISTERS = 232, 40  # 2 * 232 + 40 is what three warpgroups have
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,18 +58,14 @@ class Shape:
         return min(self.page_size, self.block)
 
     @property
-    def compute_warpgroups(self) -> int:
-        return 2 if self.prefill else 1
-
-    @property
     def query_tokens(self) -> int:
         """Most query tokens of an item."""
-        return self.compute_warpgroups * ROWS // self.group if self.prefill else 1
+        return WARPGROUPS * ROWS // self.group if self.prefill else 1
 
     @property
     def rows(self) -> int:
         """M: rows of an item's query matrix, with the padding that is copied."""
-        return self.compute_warpgroups * ROWS if self.prefill else -(-self.group // 8) * 8
+        return WARPGROUPS * ROWS if self.prefill else -(-self.group // 8) * 8
 
     @property
     def swizzle(self) -> int:
@@ -77,18 +75,19 @@ class Shape:
     @property
     def parts(self) -> int:
         """Parts of a head that P.V is computed in, so that its sum fits in registers next to the running output."""
-        return -(-self.head_dim // 128)
+        return 1 if self.head_dim <= 128 else self.head_dim // 64
 
     @property
     def fixed_bytes(self) -> int:
         """Shared memory besides the ring."""
-        rows = self.compute_warpgroups * ROWS
-        sizes = [rows * self.head_dim * self.itemsize, rows * 4, 3 * 1024]  # queries; sinks or sums; barriers, padding
-        if not self.prefill:
-            sizes.append(rows * self.head_dim * 4)  # the output; prefill leaves it in place of the queries
+        D, item = self.head_dim, self.itemsize
+        if self.prefill:  # queries, which the result replaces
+            arrays = WARPGROUPS * ROWS * D * item
+        else:  # two pieces' queries and a part of the float32 result
+            arrays = (ROWS + self.rows) * D * item + ROWS * D // self.parts * 4
         if self.staged:
-            sizes.append(rows * self.block * self.itemsize)
-        return SCRATCH + sum(sizes)
+            arrays += WARPGROUPS * ROWS * self.block * item
+        return SCRATCH + arrays + 4096  # sinks or sums, barriers, padding
 
     @property
     def stage_bytes(self) -> int:
@@ -96,20 +95,23 @@ class Shape:
 
     @property
     def stages(self) -> int:
-        """Stages of the ring; 0 where not even two fit.
+        """Stages of the ring: an even number, since the warpgroups of decode take turns with them. 0: they do not fit.
 
-        A decode step with heads of 64 takes as many as let two CUDA blocks share an SM, as their 128 registers do: one
-        starts while the other streams. Else as many as fit: 64 KB to 192 KB under way hide the latency of memory.
+        64 KB to 128 KB under way hide the latency of an SM's share of memory.
         """
-        if not self.prefill and self.head_dim <= 64:
-            return (SMEM_PER_SM // 2 - 1024 - self.fixed_bytes) // self.stage_bytes
-        whole = (SMEM_PER_BLOCK - self.fixed_bytes) // self.stage_bytes
-        return min(whole, MOST_STAGES) if whole >= 2 else 0
+        return min((SMEM_PER_BLOCK - self.fixed_bytes) // self.stage_bytes // 2 * 2, MOST_STAGES)
 
     @property
     def smem_bytes(self) -> int:
         """Upper bound of the shared memory of a CUDA block."""
         return self.fixed_bytes + self.stages * self.stage_bytes
+
+
+def multiprocessors() -> int:
+    """Of the GPU that the program being traced is for; an H100 SXM's, H200's or GH200's where that is not known."""
+    described = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
+    cores = getattr(described, "num_cores", None) or getattr(jax.local_devices()[0], "core_count", None)
+    return cores if isinstance(cores, int) and cores > 1 else 132
 
 
 def tiled(dtype: Any, swizzle: int, *size: int) -> Any:
@@ -125,7 +127,7 @@ def ring(shape: Shape, dtype: Any) -> dict[str, Any]:
     plgpu = mosaic_gpu()
 
     full = plgpu.Barrier(num_arrivals=shape.block // shape.copy, num_barriers=shape.stages)
-    free = plgpu.Barrier(num_arrivals=shape.compute_warpgroups, num_barriers=shape.stages)
+    free = plgpu.Barrier(num_arrivals=WARPGROUPS if shape.prefill else 1, num_barriers=shape.stages)
     stages = tiled(dtype, shape.swizzle, shape.stages, shape.block, shape.head_dim)
     return {"k_smem": stages, "v_smem": stages, "k_full": full, "v_full": full, "k_free": free, "v_free": free}
 
@@ -133,9 +135,10 @@ def ring(shape: Shape, dtype: Any) -> dict[str, Any]:
 def move(
     shape: Shape, pages: int, kv_slots: int, *, head: Any, row: Any, start: Any, blocks: Any, lowest: Any, highest: Any,
     layer_ref: Any, table_ref: Any, pool_ref: Any, k_smem: Any, v_smem: Any, k_full: Any, v_full: Any, k_free: Any,
-    v_free: Any,
+    v_free: Any, before: int | jax.Array = 0,
 ) -> None:  # fmt: skip
-    """The memory warpgroup: fetches a row's `blocks` blocks from position `start` on.
+    """The memory warpgroup: fetches a row's `blocks` blocks from position `start` on, `before` blocks after the first
+    of the ring.
 
     A page beyond `highest` (the last of the context) or before `lowest` (the first that anyone sees) is replaced by
     that one: what lies there is masked, and its entry in the page table need not be a page.
@@ -147,7 +150,8 @@ def move(
 
     @pl.loop(0, blocks)
     def _(b: Any) -> None:
-        slot = lax.rem(b, jnp.int32(shape.stages))
+        nth = before + b
+        slot = lax.rem(nth, jnp.int32(shape.stages))
         at = []
         for i in range(X // R):
             position = start + b * X + i * R
@@ -156,7 +160,7 @@ def move(
             at.append(pl.multiple_of(token, R))
         for smem, full, free, lanes in ((k_smem, k_full, k_free, 0), (v_smem, v_full, v_free, D)):
 
-            @pl.when(b >= shape.stages)
+            @pl.when(nth >= shape.stages)
             def _(free: Any = free) -> None:
                 plgpu.barrier_wait(free.at[slot])
 

@@ -25,9 +25,12 @@ from pallas_kernels.batch import RaggedBatch
 from pallas_kernels.gpu_pages import mosaic_gpu
 from pallas_kernels.ragged_paged_attention.gpu_items import prefill_items
 from pallas_kernels.ragged_paged_attention.gpu_kernel import (
+    COMPUTE_REGISTERS,
     LOG2E,
     MASKED,
+    MEMORY_REGISTERS,
     ROWS,
+    WARPGROUPS,
     Shape,
     move,
     ring,
@@ -36,8 +39,6 @@ from pallas_kernels.ragged_paged_attention.gpu_kernel import (
     tiled,
     zero_beyond,
 )
-
-COMPUTE_REGISTERS, MEMORY_REGISTERS = 240, 24  # 2 * 240 + 24 is what three warpgroups have
 
 
 def prefill(
@@ -92,7 +93,6 @@ def _kernel(
     T, B, K, count, P, N = sizes
     D, S, G, X, M, parts = shape.head_dim, shape.page_size, shape.group, shape.block, shape.rows, shape.parts
     part = D // parts
-    warpgroups = shape.compute_warpgroups
 
     def attend(
         items_ref: Any, layer_ref: Any, table_ref: Any, q_ref: Any, pool_ref: Any, *rest: Any, **scratch: Any
@@ -102,14 +102,14 @@ def _kernel(
         row, start, blocks, first, tokens, context = (items_ref[item, i] for i in (0, 1, 2, 4, 5, 6))
         warpgroup = lax.axis_index("warpgroup")
 
-        @pl.when(jnp.logical_and(warpgroup < warpgroups, blocks > 0))
+        @pl.when(jnp.logical_and(warpgroup < WARPGROUPS, blocks > 0))
         def _() -> None:
             plgpu.set_max_registers(COMPUTE_REGISTERS, action="increase")
             sink_ref = sinks_refs[0].at[head] if sinks else None
             q_at, out_at = q_ref.at[item, head], out_ref.at[item, head]
             compute(warpgroup, start, blocks, first, tokens, context, q_at, sink_ref, out_at, **scratch)
 
-        @pl.when(jnp.logical_and(warpgroup == warpgroups, blocks > 0))
+        @pl.when(jnp.logical_and(warpgroup == WARPGROUPS, blocks > 0))
         def _() -> None:
             plgpu.set_max_registers(MEMORY_REGISTERS, action="decrease")
             begin = jnp.int32(0) if window is None else jnp.maximum(first - window + 1, 0)
@@ -176,7 +176,7 @@ def _kernel(
 
                 @pl.when(at + X > context)
                 def _() -> None:
-                    half = X // warpgroups
+                    half = X // WARPGROUPS
                     zero_beyond(shape, v_smem.at[slot], pl.multiple_of(warpgroup * half, half), half, context - at)
                     plgpu.commit_smem()
                     plgpu.barrier_arrive_and_wait(zeroed)
@@ -224,16 +224,16 @@ def _kernel(
         plgpu.wait_smem_to_gmem(0)
 
     scratch = ring(shape, dtype) | {
-        "q_smem": tiled(dtype, shape.swizzle, warpgroups, ROWS, D),
-        "q_full": plgpu.Barrier(num_barriers=warpgroups),
-        "turn": plgpu.Barrier(num_arrivals=warpgroups),
-        "zeroed": plgpu.Barrier(num_arrivals=warpgroups),
+        "q_smem": tiled(dtype, shape.swizzle, WARPGROUPS, ROWS, D),
+        "q_full": plgpu.Barrier(num_barriers=WARPGROUPS),
+        "turn": plgpu.Barrier(num_arrivals=WARPGROUPS),
+        "zeroed": plgpu.Barrier(num_arrivals=WARPGROUPS),
     }
     if sinks:
-        scratch["sink_smem"] = plgpu.SMEM((warpgroups, ROWS), jnp.float32)
-        scratch["sink_full"] = plgpu.Barrier(num_barriers=warpgroups)
+        scratch["sink_smem"] = plgpu.SMEM((WARPGROUPS, ROWS), jnp.float32)
+        scratch["sink_full"] = plgpu.Barrier(num_barriers=WARPGROUPS)
     if shape.staged:
-        scratch["p_smem"] = tiled(dtype, shape.swizzle, warpgroups, ROWS, X)
+        scratch["p_smem"] = tiled(dtype, shape.swizzle, WARPGROUPS, ROWS, X)
     attend.__name__ = "ragged_paged_attention_prefill"
     own = -(-T // B)  # tokens of a row in a full batch, which are its last
     seen = max(N * S - own // 2, min(N * S, own) // 2)
@@ -244,7 +244,7 @@ def _kernel(
         scratch_types=scratch,
         grid=(count, K),
         grid_names=("item", "head"),
-        num_threads=warpgroups + 1,
+        num_threads=WARPGROUPS + 1,
         thread_name="warpgroup",
         compiler_params=plgpu.CompilerParams(approx_math=True),
         cost_estimate=pl.CostEstimate(

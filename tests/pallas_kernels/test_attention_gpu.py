@@ -19,7 +19,7 @@ from pallas_kernels.dispatch import GPU_INTERPRET, Call
 from pallas_kernels.gpu_pages import MIN_JAX
 from pallas_kernels.ragged_paged_attention import gpu, ragged_paged_attention
 from pallas_kernels.ragged_paged_attention.gpu_items import decode_items, prefill_items
-from pallas_kernels.ragged_paged_attention.gpu_kernel import SMEM_PER_BLOCK, SMEM_PER_SM
+from pallas_kernels.ragged_paged_attention.gpu_kernel import SMEM_PER_BLOCK
 from pallas_kernels.ragged_paged_attention.random_batch import Shape, random_case, relative_error
 
 interpreted = pytest.mark.skipif(
@@ -128,8 +128,6 @@ def test_every_shape_fits_the_shared_memory() -> None:
                     found = gpu.resources(prefill=prefill, head_dim=head_dim, page_size=page_size, group=group)
                     assert found["stages"] >= 2
                     assert found["smem_bytes"] <= SMEM_PER_BLOCK
-                    if not prefill and head_dim == 64:
-                        assert 2 * (found["smem_bytes"] + 1024) <= SMEM_PER_SM
 
 
 def ranges(items: Any, row: int, block: int) -> list[tuple[int, int]]:

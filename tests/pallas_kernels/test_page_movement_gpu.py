@@ -91,6 +91,15 @@ def test_a_planted_race_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu_callbacks.reset_gpu_interpret_mode_state()
 
 
+@interpreted
+def test_a_planted_read_out_of_bounds_is_found_by_its_zeros(monkeypatch: pytest.MonkeyPatch) -> None:
+    """TMA fills in zeros for what lies outside, and so does the interpreter: only the comparison of bytes can tell."""
+    pages, _ = pool_and_heads("float32", 1, 4, 1, 8, 128, 1)
+    monkeypatch.setattr(jnp, "clip", lambda x, low, high: x)
+    (head,) = gather_pages(pages, jnp.array([4], jnp.int32), implementation=GPU_INTERPRET)
+    assert not np.asarray(head).any() and np.asarray(pages)[:, 3].any()
+
+
 class Loose:
     """Mosaic GPU whose waits for stores let one more run on."""
 
