@@ -20,6 +20,7 @@ GROUP = 8  # slots of a tile: a DMA moves whole ones
 LANES = 128
 DTYPES = ("float32", "bfloat16", "int8", "float8_e4m3fn")
 DMAS_IN_FLIGHT = 32
+VMEM_LIMIT_BYTES = 16 << 20
 
 
 def refuse_pool(call: Call) -> str | None:

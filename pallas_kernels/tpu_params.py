@@ -5,10 +5,17 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import jax
 from jax.experimental.pallas import tpu as pltpu
 
 SMEM_BYTES = 960 * 1024  # that the scalars of a call may take, of 1 MiB: the rest is the compiler's
 _FIELDS = {field.name for field in dataclasses.fields(pltpu.InterpretParams)}
+
+
+def stays_in_hbm(array: jax.Array, interpret: bool) -> jax.Array:
+    """An operand whose DMAs are written for HBM. Its block's memory space alone does not keep it there: where it fits,
+    XLA copies it to VMEM ahead of the kernel (seen on TPU7x)."""
+    return array if interpret else pltpu.with_memory_space_constraint(array, pltpu.HBM)
 
 
 def interpret_params(**overrides: Any) -> pltpu.InterpretParams:

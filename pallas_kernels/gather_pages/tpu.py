@@ -9,8 +9,8 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.tpu_pages import cost_estimate, each_page, pages_in_flight, refuse
-from pallas_kernels.tpu_params import interpret_params
+from pallas_kernels.tpu_pages import VMEM_LIMIT_BYTES, cost_estimate, each_page, pages_in_flight, refuse
+from pallas_kernels.tpu_params import interpret_params, stays_in_hbm
 
 __all__ = ["gather_pages", "refuse"]
 
@@ -51,7 +51,8 @@ def gather_pages(pages_LPKSW: jax.Array, page_ids_N: jax.Array, *, interpret: bo
         ),
         out_shape=[jax.ShapeDtypeStruct((L, N, S, W), dtype)] * K,
         cost_estimate=cost_estimate(L, N, K, S, W, dtype),
+        compiler_params=pltpu.CompilerParams(vmem_limit_bytes=VMEM_LIMIT_BYTES),
         interpret=interpret_params() if interpret else False,
         name="gather_pages",
-    )(jnp.clip(page_ids_N, 0, P - 1), pages_LPKSW)
+    )(jnp.clip(page_ids_N, 0, P - 1), stays_in_hbm(pages_LPKSW, interpret))
     return tuple(heads)

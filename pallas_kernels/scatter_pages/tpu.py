@@ -8,8 +8,8 @@ import jax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.tpu_pages import cost_estimate, each_page, pages_in_flight, refuse
-from pallas_kernels.tpu_params import interpret_params
+from pallas_kernels.tpu_pages import VMEM_LIMIT_BYTES, cost_estimate, each_page, pages_in_flight, refuse
+from pallas_kernels.tpu_params import interpret_params, stays_in_hbm
 
 __all__ = ["scatter_pages", "refuse"]
 
@@ -60,6 +60,7 @@ def scatter_pages(
         out_shape=jax.ShapeDtypeStruct(pages_LPKSW.shape, dtype),
         input_output_aliases={K + 1: 0},
         cost_estimate=cost_estimate(L, N, K, S, W, dtype),
+        compiler_params=pltpu.CompilerParams(vmem_limit_bytes=VMEM_LIMIT_BYTES),
         interpret=interpret_params() if interpret else False,
         name="scatter_pages",
-    )(page_ids_N, *heads, pages_LPKSW)
+    )(page_ids_N, *(stays_in_hbm(array, interpret) for array in (*heads, pages_LPKSW)))

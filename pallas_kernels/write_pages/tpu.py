@@ -21,8 +21,8 @@ from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.batch import RaggedBatch
 from pallas_kernels.dispatch import Call
-from pallas_kernels.tpu_pages import GROUP, refuse_pool
-from pallas_kernels.tpu_params import SMEM_BYTES, interpret_params
+from pallas_kernels.tpu_pages import GROUP, VMEM_LIMIT_BYTES, refuse_pool
+from pallas_kernels.tpu_params import SMEM_BYTES, interpret_params, stays_in_hbm
 
 WHOLE = (1 << GROUP) - 1  # `new_slots` of a group that is written whole, which need not be read
 MOST_IN_BLOCK = 32
@@ -208,7 +208,13 @@ def write_pages(
         out_shape=jax.ShapeDtypeStruct(pages_LPKSW.shape, pages_LPKSW.dtype),
         input_output_aliases={4: 0},
         cost_estimate=pl.CostEstimate(flops=0, transcendentals=0, bytes_accessed=dma_bytes(T, B, group_bytes)),
-        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel",)),
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel",), vmem_limit_bytes=VMEM_LIMIT_BYTES),
         interpret=interpret_params() if interpret else False,
         name="write_pages",
-    )(jnp.asarray(layer, jnp.int32).reshape(1), items.group_I, items.new_slots_I, items.kv_IKGW, pages_LPKSW)
+    )(
+        jnp.asarray(layer, jnp.int32).reshape(1),
+        items.group_I,
+        items.new_slots_I,
+        items.kv_IKGW,
+        stays_in_hbm(pages_LPKSW, interpret),
+    )
