@@ -27,9 +27,8 @@ from pallas_kernels.ragged_paged_attention.tpu_blocks import (
     vmem_bytes,
 )
 from pallas_kernels.ragged_paged_attention.tpu_kernel import Items, Options, attend
-from pallas_kernels.tpu_params import interpret_params
+from pallas_kernels.tpu_params import SMEM_BYTES, interpret_params, stays_in_hbm
 
-SMEM_BYTES = 768 * 1024  # of 1 MiB; the rest is the compiler's
 ITEM_WORDS = 6  # int32 per item
 
 
@@ -111,7 +110,7 @@ def ragged_paged_attention(
         _describe(row_I, first_I, count_I, layer, batch, sizes, blocks, sliding_window),
         jnp.zeros((1,), jnp.float32) if sinks_H is None else sinks_H,
         _by_item(q_THD, token_I, sizes, blocks),
-        pages_LPKSW,
+        stays_in_hbm(pages_LPKSW, interpret),
         sizes=sizes,
         blocks=blocks,
         options=options,

@@ -86,7 +86,7 @@ def attend(
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(Items._fields) + 1,
             grid=(blocks.cores, steps),
-            in_specs=[per_item((blocks.items_per_step, K, R, Y)), pl.BlockSpec(memory_space=pl.ANY)],
+            in_specs=[per_item((blocks.items_per_step, K, R, Y)), pl.BlockSpec(memory_space=pltpu.HBM)],
             out_specs=per_item((blocks.items_per_step, K, R, Z)),
             scratch_shapes=[
                 pltpu.VMEM((A, K, X, sizes.W), pages_LPKSW.dtype),

@@ -162,7 +162,7 @@ def call(**changes: Any) -> Call:
         ({"dtype": "float32"}, "pages_LPKSW has dtype float32, need that of q_THD, bfloat16"),
         ({"S": 12}, "page size 12, need a power of two from 8"),
         ({"S": 4}, "page size 4, need"),
-        ({"N": 8192}, r"64 rows x 8192 pages take 2,09\d,\d+ bytes of SMEM, at most 786,432: use larger pages"),
+        ({"N": 8192}, r"64 rows x 8192 pages take 2,09\d,\d+ bytes of SMEM, at most 983,040: use larger pages"),
         ({"K": 512, "H": 512}, "512 KV slots of 256 lanes do not fit the VMEM of TPU v5 lite"),
     ],
 )

@@ -2,9 +2,7 @@
 
 Pools hold random bytes, so that NaNs of every kind are among them and must survive.
 
-The race detector sees a computation meet a DMA (`write_pages`), not two DMAs of one core that meet: that no two of them
-share a place is what `test_items_are_the_groups_of_the_tokens` shows for writes; whole pages have places of their own.
-A DMA that nobody waits for never runs there, and leaves wrong bytes.
+A DMA that nobody waits for never runs in the interpreter, and leaves wrong bytes rather than a race.
 """
 
 from __future__ import annotations

@@ -13,6 +13,7 @@ import subprocess
 import sys
 from typing import Any
 
+import jax
 import pytest
 
 from jaxpd import LLM, SamplingParams
@@ -63,6 +64,25 @@ def test_smollm2_by_command(pair: str) -> None:
     prompts = reference("smollm2-135m")
     for prompt, answer in zip(prompts, generate("smollm2-135m", pair), strict=True):
         assert answer["token_ids"] == prompt["greedy_ids"], f"{pair} {prompt['label']}"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1600)
+@pytest.mark.parametrize(
+    ("kernels", "dtype"), [("pallas_tpu_interpret", "float32"), ("pallas_gpu_interpret", "bfloat16")]
+)
+def test_smollm2_with_interpreted_kernels(kernels: str, dtype: str) -> None:
+    """The kernels for accelerators do the main job's work, on CPU under simulated memory: a short prompt, some tokens.
+
+    Those for GPUs multiply in bfloat16 only; the reference's first tokens are far enough from the second best for it.
+    """
+    if "gpu" in kernels and jax.__version_info__ < (0, 12):
+        pytest.skip("Mosaic GPU is interpreted since jax 0.12")
+    prompt, tokens = reference("smollm2-135m")[0], 5
+    limits: dict[str, Any] = {"max_model_len": 32, "max_num_batched_tokens": 16, "max_num_seqs": 1}
+    with LLM("smollm2-135m", prefill_mesh="1x1", decode_mesh="1x1", kernels=kernels, dtype=dtype, **limits) as llm:
+        answer = llm.generate([prompt["prompt_ids"]], SamplingParams(max_tokens=tokens, ignore_eos=True))[0]
+    assert list(answer.token_ids) == prompt["greedy_ids"][:tokens]
 
 
 @pytest.mark.gemma
