@@ -14,7 +14,7 @@ from pallas_kernels.batch import RaggedBatch
 from pallas_kernels.dispatch import Call
 from pallas_kernels.gpu_pages import HOPPER, MIN_JAX, mosaic_gpu
 from pallas_kernels.ragged_paged_attention.gpu_decode import decode
-from pallas_kernels.ragged_paged_attention.gpu_kernel import ROWS, WARPGROUPS, Shape
+from pallas_kernels.ragged_paged_attention.gpu_kernel import ROWS, Shape
 from pallas_kernels.ragged_paged_attention.gpu_prefill import prefill
 
 DTYPES = ("bfloat16", "float16")
@@ -50,7 +50,7 @@ def resources(*, prefill: bool, head_dim: int, page_size: int, group: int) -> di
     shape = Shape(prefill, head_dim, page_size, group)
     return {
         "smem_bytes": shape.smem_bytes, "stages": shape.stages, "stage_bytes": shape.stage_bytes,
-        "block_tokens": shape.block, "query_rows": shape.rows, "threads": 128 * (WARPGROUPS + 1),
+        "block_tokens": shape.block, "query_rows": shape.rows, "threads": 128 * (shape.warpgroups + 1),
     }  # fmt: skip
 
 

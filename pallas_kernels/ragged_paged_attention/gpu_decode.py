@@ -3,7 +3,8 @@
 A piece of work is one item (`gpu_items`: some blocks of one row's context) of one KV slot. One CUDA block for each SM
 takes a piece after the other, and its memory warpgroup goes on to the next while the last is computed, so that the
 memory is never left waiting for a start or an end. Two compute warpgroups take every other block, each with a maximum,
-sum and output of its own, and join them at the end of the piece: one alone would be about as slow as the memory.
+sum and output of its own, and join them at the end of the piece: one alone would be about as slow as the memory. (With
+heads of 256 there are no registers for two.)
 
 The keys and values are multiplied with the G query rows of the slot. wgmma wants 64 rows: those beyond G hold whatever
 was in shared memory; each row of the result depends on its own query only, and they are not written. Arithmetic stays
@@ -31,17 +32,15 @@ from jax import lax
 from pallas_kernels.gpu_pages import mosaic_gpu
 from pallas_kernels.ragged_paged_attention.gpu_items import Items, decode_items
 from pallas_kernels.ragged_paged_attention.gpu_kernel import (
-    COMPUTE_REGISTERS,
     LOG2E,
     MASKED,
-    MEMORY_REGISTERS,
     ROWS,
-    WARPGROUPS,
     Shape,
     move,
     multiprocessors,
     ring,
     score,
+    set_registers,
     spread,
     tiled,
     zero_beyond,
@@ -108,7 +107,7 @@ def _kernel(
 
     B, K, count, P, N, cuda_blocks = sizes
     D, S, X, M, parts = shape.head_dim, shape.page_size, shape.block, shape.rows, shape.parts
-    part = D // parts
+    part, turns = D // parts, shape.warpgroups
 
     def attend(
         items_ref: Any, layer_ref: Any, table_ref: Any, q_ref: Any, pool_ref: Any, out_ref: Any, lse_ref: Any,
@@ -116,15 +115,15 @@ def _kernel(
     ) -> None:  # fmt: skip
         warpgroup = lax.axis_index("warpgroup")
 
-        @pl.when(warpgroup < WARPGROUPS)
+        @pl.when(warpgroup < shape.warpgroups)
         def _() -> None:
-            plgpu.set_max_registers(COMPUTE_REGISTERS, action="increase")
+            set_registers(shape, computes=True)
             each(items_ref, functools.partial(compute, out_ref, lse_ref, **scratch))
             plgpu.wait_smem_to_gmem(0)
 
-        @pl.when(warpgroup == WARPGROUPS)
+        @pl.when(warpgroup == shape.warpgroups)
         def _() -> None:
-            plgpu.set_max_registers(MEMORY_REGISTERS, action="decrease")
+            set_registers(shape, computes=False)
             each(items_ref, functools.partial(fetch, layer_ref, table_ref, q_ref, pool_ref, **scratch))
 
     def each(items_ref: Any, do: Callable[..., None]) -> None:
@@ -146,7 +145,10 @@ def _kernel(
         lax.fori_loop(0, pieces, piece, (jnp.int32(0), jnp.int32(0)))
 
     def queries(q_smem: Any, nth: Any, rows: int) -> tuple[Any, Any]:
-        """Where the queries of the nth piece of work begin, and which of two barriers is theirs."""
+        """Where the queries of the nth piece of work begin, and which of two barriers is theirs.
+
+        The rows after a piece's own, which wgmma reads and nobody uses, may be the next piece's, just arriving.
+        """
         odd = lax.rem(nth, jnp.int32(2))
         return q_smem.at[pl.ds(pl.multiple_of(odd * M, 8), rows)], odd
 
@@ -179,11 +181,11 @@ def _kernel(
         q_at, odd = queries(q_smem, nth, ROWS)
         plgpu.barrier_wait(q_full.at[odd])
 
-        own = lax.rem(before + warpgroup, jnp.int32(2))  # first of the blocks that are this warpgroup's
+        own = lax.rem(before + warpgroup, jnp.int32(turns))  # first of the blocks that are this warpgroup's
 
         def block(i: Any, carry: Any) -> Any:
             peak, total, out = carry
-            b = own + 2 * i
+            b = own + turns * i
             slot = lax.rem(before + b, jnp.int32(shape.stages))
             plgpu.barrier_wait(k_full.at[slot])
 
@@ -229,7 +231,7 @@ def _kernel(
 
         nothing = plgpu.layout_cast(jnp.zeros((ROWS,), jnp.float32), plgpu.Layout.WGMMA.reduce(1))
         none = [plgpu.layout_cast(jnp.zeros((ROWS, part), jnp.float32), plgpu.Layout.WGMMA) for _ in range(parts)]
-        trips = lax.div(blocks - own + 1, jnp.int32(2))
+        trips = lax.div(blocks - own + turns - 1, jnp.int32(turns))
         peak, total, out = lax.fori_loop(0, trips, block, (nothing + MASKED, nothing, none))
         plgpu.barrier_arrive(q_free.at[odd])
 
@@ -248,18 +250,25 @@ def _kernel(
         def _() -> None:
             for i in range(parts):
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                plgpu.barrier_arrive(out_free)
-                plgpu.barrier_wait(out_full)
+                if turns == 2:
+                    plgpu.barrier_arrive(out_free)
+                    plgpu.barrier_wait(out_full)
                 if i == 0:
-                    rows = plgpu.Layout.WGMMA.reduce(1)
-                    other_peak, other_total = (plgpu.layout_cast(smem[...], rows) for smem in (peak_smem, total_smem))
-                    joint_peak = jnp.maximum(peak, other_peak)
-                    mine, others = jnp.exp2(peak - joint_peak), jnp.exp2(other_peak - joint_peak)
-                    joint = total * mine + other_total * others  # at least one of them has seen a token
+                    joint_peak, joint, mine = peak, total, jnp.ones_like(total)
+                    if turns == 2:
+                        rows = plgpu.Layout.WGMMA.reduce(1)
+                        other_peak = plgpu.layout_cast(peak_smem[...], rows)
+                        other_total = plgpu.layout_cast(total_smem[...], rows)
+                        joint_peak = jnp.maximum(peak, other_peak)
+                        mine, others = jnp.exp2(peak - joint_peak), jnp.exp2(other_peak - joint_peak)
+                        joint = total * mine + other_total * others  # at least one of them has seen a token
+                        others /= joint
                     peak_smem[...] = (joint_peak + jnp.log2(joint)) * (1 / LOG2E)
-                    mine, others = mine / joint, others / joint
-                other = plgpu.layout_cast(out_smem[...], plgpu.Layout.WGMMA)
-                out_smem[...] = out[i] * spread(mine, other.shape) + other * spread(others, other.shape)
+                    mine /= joint
+                joined = out[i] * spread(mine, out[i].shape)
+                if turns == 2:
+                    joined += plgpu.layout_cast(out_smem[...], plgpu.Layout.WGMMA) * spread(others, joined.shape)
+                out_smem[...] = joined
                 plgpu.commit_smem()
                 lanes = pl.ds(i * part, part)
                 plgpu.copy_smem_to_gmem(out_smem.at[pl.ds(0, M)], out_ref.at[item, head, :, lanes])
@@ -269,7 +278,7 @@ def _kernel(
     scratch = ring(shape, dtype) | {
         "q_smem": tiled(dtype, shape.swizzle, M + ROWS, D),
         "q_full": plgpu.Barrier(num_barriers=2),
-        "q_free": plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=2),
+        "q_free": plgpu.Barrier(num_arrivals=shape.warpgroups, num_barriers=2),
         "out_smem": plgpu.SMEM((ROWS, part), jnp.float32),
         "out_free": plgpu.Barrier(),
         "out_full": plgpu.Barrier(),
@@ -277,7 +286,7 @@ def _kernel(
         "total_smem": plgpu.SMEM((ROWS,), jnp.float32),
     }
     if shape.staged:
-        scratch["p_smem"] = tiled(dtype, shape.swizzle, WARPGROUPS, ROWS, X)
+        scratch["p_smem"] = tiled(dtype, shape.swizzle, shape.warpgroups, ROWS, X)
     attend.__name__ = "ragged_paged_attention_decode"
     seen = min(window or N * S, N * S)
     return plgpu.kernel(
@@ -289,7 +298,7 @@ def _kernel(
         scratch_types=scratch,
         grid=(cuda_blocks,),
         grid_names=("cuda_block",),
-        num_threads=WARPGROUPS + 1,
+        num_threads=shape.warpgroups + 1,
         thread_name="warpgroup",
         compiler_params=plgpu.CompilerParams(approx_math=True),
         cost_estimate=pl.CostEstimate(

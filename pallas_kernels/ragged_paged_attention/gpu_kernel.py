@@ -30,7 +30,6 @@ LOG2E = math.log2(math.e)
 SMEM_PER_BLOCK = 227 * 1024  # of a CUDA block on Hopper
 SCRATCH = 2048  # of Mosaic's, for reductions
 MOST_STAGES = 8
-WARPGROUPS = 2  # that compute
 COMPUTE_REGISTERS, MEMORY_REGISTERS = 232, 40  # 2 * 232 + 40 is what three warpgroups have
 
 
@@ -58,14 +57,19 @@ class Shape:
         return min(self.page_size, self.block)
 
     @property
+    def warpgroups(self) -> int:
+        """That compute: two, but one where the running output of decode takes the registers of two."""
+        return 2 if self.prefill or self.head_dim <= 128 else 1
+
+    @property
     def query_tokens(self) -> int:
         """Most query tokens of an item."""
-        return WARPGROUPS * ROWS // self.group if self.prefill else 1
+        return self.warpgroups * ROWS // self.group if self.prefill else 1
 
     @property
     def rows(self) -> int:
         """M: rows of an item's query matrix, with the padding that is copied."""
-        return WARPGROUPS * ROWS if self.prefill else -(-self.group // 8) * 8
+        return self.warpgroups * ROWS if self.prefill else -(-self.group // 8) * 8
 
     @property
     def swizzle(self) -> int:
@@ -75,18 +79,18 @@ class Shape:
     @property
     def parts(self) -> int:
         """Parts of a head that P.V is computed in, so that its sum fits in registers next to the running output."""
-        return 1 if self.head_dim <= 128 else self.head_dim // 64
+        return -(-self.head_dim // 128)
 
     @property
     def fixed_bytes(self) -> int:
         """Shared memory besides the ring."""
         D, item = self.head_dim, self.itemsize
         if self.prefill:  # queries, which the result replaces
-            arrays = WARPGROUPS * ROWS * D * item
+            arrays = self.warpgroups * ROWS * D * item
         else:  # two pieces' queries and a part of the float32 result
             arrays = (ROWS + self.rows) * D * item + ROWS * D // self.parts * 4
         if self.staged:
-            arrays += WARPGROUPS * ROWS * self.block * item
+            arrays += self.warpgroups * ROWS * self.block * item
         return SCRATCH + arrays + 4096  # sinks or sums, barriers, padding
 
     @property
@@ -114,6 +118,13 @@ def multiprocessors() -> int:
     return cores if isinstance(cores, int) and cores > 1 else 132
 
 
+def set_registers(shape: Shape, computes: bool) -> None:
+    """Gives the compute warpgroups registers of the memory warpgroup's, where three share what two have enough of."""
+    if shape.warpgroups == 2:
+        n, action = (COMPUTE_REGISTERS, "increase") if computes else (MEMORY_REGISTERS, "decrease")
+        mosaic_gpu().set_max_registers(n, action=action)
+
+
 def tiled(dtype: Any, swizzle: int, *size: int) -> Any:
     """A shared-memory array that TMA writes and wgmma reads."""
     plgpu = mosaic_gpu()
@@ -127,7 +138,7 @@ def ring(shape: Shape, dtype: Any) -> dict[str, Any]:
     plgpu = mosaic_gpu()
 
     full = plgpu.Barrier(num_arrivals=shape.block // shape.copy, num_barriers=shape.stages)
-    free = plgpu.Barrier(num_arrivals=WARPGROUPS if shape.prefill else 1, num_barriers=shape.stages)
+    free = plgpu.Barrier(num_arrivals=shape.warpgroups if shape.prefill else 1, num_barriers=shape.stages)
     stages = tiled(dtype, shape.swizzle, shape.stages, shape.block, shape.head_dim)
     return {"k_smem": stages, "v_smem": stages, "k_full": full, "v_full": full, "k_free": free, "v_free": free}
 

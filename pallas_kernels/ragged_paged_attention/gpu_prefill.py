@@ -25,16 +25,14 @@ from pallas_kernels.batch import RaggedBatch
 from pallas_kernels.gpu_pages import mosaic_gpu
 from pallas_kernels.ragged_paged_attention.gpu_items import prefill_items
 from pallas_kernels.ragged_paged_attention.gpu_kernel import (
-    COMPUTE_REGISTERS,
     LOG2E,
     MASKED,
-    MEMORY_REGISTERS,
     ROWS,
-    WARPGROUPS,
     Shape,
     move,
     ring,
     score,
+    set_registers,
     spread,
     tiled,
     zero_beyond,
@@ -102,16 +100,16 @@ def _kernel(
         row, start, blocks, first, tokens, context = (items_ref[item, i] for i in (0, 1, 2, 4, 5, 6))
         warpgroup = lax.axis_index("warpgroup")
 
-        @pl.when(jnp.logical_and(warpgroup < WARPGROUPS, blocks > 0))
+        @pl.when(jnp.logical_and(warpgroup < shape.warpgroups, blocks > 0))
         def _() -> None:
-            plgpu.set_max_registers(COMPUTE_REGISTERS, action="increase")
+            set_registers(shape, computes=True)
             sink_ref = sinks_refs[0].at[head] if sinks else None
             q_at, out_at = q_ref.at[item, head], out_ref.at[item, head]
             compute(warpgroup, start, blocks, first, tokens, context, q_at, sink_ref, out_at, **scratch)
 
-        @pl.when(jnp.logical_and(warpgroup == WARPGROUPS, blocks > 0))
+        @pl.when(jnp.logical_and(warpgroup == shape.warpgroups, blocks > 0))
         def _() -> None:
-            plgpu.set_max_registers(MEMORY_REGISTERS, action="decrease")
+            set_registers(shape, computes=False)
             begin = jnp.int32(0) if window is None else jnp.maximum(first - window + 1, 0)
             lowest, highest = lax.div(begin, jnp.int32(S)), lax.div(context - 1, jnp.int32(S))
             move(
@@ -176,7 +174,7 @@ def _kernel(
 
                 @pl.when(at + X > context)
                 def _() -> None:
-                    half = X // WARPGROUPS
+                    half = X // shape.warpgroups
                     zero_beyond(shape, v_smem.at[slot], pl.multiple_of(warpgroup * half, half), half, context - at)
                     plgpu.commit_smem()
                     plgpu.barrier_arrive_and_wait(zeroed)
@@ -224,16 +222,16 @@ def _kernel(
         plgpu.wait_smem_to_gmem(0)
 
     scratch = ring(shape, dtype) | {
-        "q_smem": tiled(dtype, shape.swizzle, WARPGROUPS, ROWS, D),
-        "q_full": plgpu.Barrier(num_barriers=WARPGROUPS),
-        "turn": plgpu.Barrier(num_arrivals=WARPGROUPS),
-        "zeroed": plgpu.Barrier(num_arrivals=WARPGROUPS),
+        "q_smem": tiled(dtype, shape.swizzle, shape.warpgroups, ROWS, D),
+        "q_full": plgpu.Barrier(num_barriers=shape.warpgroups),
+        "turn": plgpu.Barrier(num_arrivals=shape.warpgroups),
+        "zeroed": plgpu.Barrier(num_arrivals=shape.warpgroups),
     }
     if sinks:
-        scratch["sink_smem"] = plgpu.SMEM((WARPGROUPS, ROWS), jnp.float32)
-        scratch["sink_full"] = plgpu.Barrier(num_barriers=WARPGROUPS)
+        scratch["sink_smem"] = plgpu.SMEM((shape.warpgroups, ROWS), jnp.float32)
+        scratch["sink_full"] = plgpu.Barrier(num_barriers=shape.warpgroups)
     if shape.staged:
-        scratch["p_smem"] = tiled(dtype, shape.swizzle, WARPGROUPS, ROWS, X)
+        scratch["p_smem"] = tiled(dtype, shape.swizzle, shape.warpgroups, ROWS, X)
     attend.__name__ = "ragged_paged_attention_prefill"
     own = -(-T // B)  # tokens of a row in a full batch, which are its last
     seen = max(N * S - own // 2, min(N * S, own) // 2)
@@ -244,7 +242,7 @@ def _kernel(
         scratch_types=scratch,
         grid=(count, K),
         grid_names=("item", "head"),
-        num_threads=WARPGROUPS + 1,
+        num_threads=shape.warpgroups + 1,
         thread_name="warpgroup",
         compiler_params=plgpu.CompilerParams(approx_math=True),
         cost_estimate=pl.CostEstimate(

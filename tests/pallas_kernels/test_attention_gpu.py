@@ -48,7 +48,7 @@ PREFILL: list[tuple[Shape, Options, list[Rows]]] = [
     (bf16(60, 4, 1, 3, 64, table=20), {}, [[(43, 43), (1, 17), (0, 0), (15, 320)], []]),
     (bf16(40, 2, 2, 4, 128, page_size=128, table=3), {"soft_cap": 5.0, "sinks": True}, [[(33, 257), (1, 128)]]),
     (bf16(40, 2, 1, 7, 128, page_size=8, table=40), {"sliding_window": 100}, [[(20, 320), (15, 15)]]),
-    (bf16(150, 2, 1, 1, 80, table=10), {"sliding_window": 1}, [[(140, 150), (9, 16)]]),
+    (bf16(70, 2, 1, 1, 80, table=10), {"sliding_window": 1}, [[(60, 150), (9, 16)]]),
     (bf16(40, 2, 1, 4, 256, page_size=256, table=1), {}, [[(33, 250), (7, 7)]]),
     (Shape(40, 2, 1, 4, 96, dtype="float16"), {"sliding_window": 20, "sinks": True}, [[(33, 100), (7, 8)]]),
 ]
