@@ -11,6 +11,9 @@ import pathlib
 from jaxpd.errors import InvalidArgument
 from pallas_kernels.names import AUTO, NAMES
 
+DISAGGREGATED = "disaggregated"
+SHARED_MODES = ("decoupled", "chunked", "interleaved")  # one pool does both
+MODES = (DISAGGREGATED, *SHARED_MODES)
 KERNELS = (AUTO, *NAMES)
 DTYPES = ("float32", "bfloat16")
 
@@ -19,6 +22,8 @@ DTYPES = ("float32", "bfloat16")
 class EngineConfig:
     """What a user may set. Counts are per replica, `kv_memory` is bytes per device."""
 
+    mode: str | None = None
+    mesh: str | None = None  # of the one pool of the modes that share it
     prefill_mesh: str | None = None
     decode_mesh: str | None = None
     max_model_len: int | None = None
@@ -33,6 +38,7 @@ class EngineConfig:
     compile_cache: pathlib.Path | None = None  # None: the user's cache folder
 
     def __post_init__(self) -> None:
+        self._check_mode()
         for field in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "kv_memory", "max_queued_requests"):
             value = getattr(self, field)
             if value is not None and value < 1:
@@ -45,3 +51,21 @@ class EngineConfig:
             raise InvalidArgument(f"--dtype {self.dtype} must be one of {', '.join(DTYPES)}", field="dtype")
         if self.kernels not in KERNELS:
             raise InvalidArgument(f"--kernels {self.kernels} must be one of {', '.join(KERNELS)}", field="kernels")
+
+    def _check_mode(self) -> None:
+        if self.mode is not None and self.mode not in MODES:
+            raise InvalidArgument(f"--mode {self.mode} must be one of {', '.join(MODES)}", field="mode")
+        if self.mesh is not None and self.mode not in SHARED_MODES:
+            raise InvalidArgument(
+                f"--mesh {self.mesh} is for one pool that prefills and decodes: choose --mode "
+                f"{', '.join(SHARED_MODES[:-1])} or {SHARED_MODES[-1]}, or give --prefill-mesh and --decode-mesh",
+                field="mesh",
+            )
+        for role in ("prefill", "decode"):
+            spec = getattr(self, f"{role}_mesh")
+            if spec is not None and self.mode in SHARED_MODES:
+                raise InvalidArgument(
+                    f"--{role}-mesh {spec} is for --mode {DISAGGREGATED}: with --mode {self.mode} one pool prefills "
+                    "and decodes, give its mesh with --mesh",
+                    field=f"{role}_mesh",
+                )

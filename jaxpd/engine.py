@@ -25,7 +25,7 @@ from jaxpd.config import EngineConfig
 from jaxpd.errors import Internal, InvalidArgument, JaxpdError, ResourceExhausted, Unavailable
 from jaxpd.limits import Limits
 from jaxpd.models.layout import ModelLayout
-from jaxpd.policies.admission import Need, admit
+from jaxpd.policies.admission import Need, admit, choose_replica
 from jaxpd.pool import Pool
 from jaxpd.progress import Progress, SilentProgress
 from jaxpd.request import Event, FinishEvent, FinishReason, Request, Usage
@@ -97,9 +97,10 @@ class Engine:
         self._lock = threading.Lock()
         self._idle = threading.Condition(self._lock)
         self._state = "starting"
-        self._prefill: list[Pool] = []
+        self._pools: list[Pool] = []
+        self._prefill: list[Pool] = []  # where requests start: pools of the role prefill, or mixed
         self._decode: list[Pool] = []
-        staged = max(p.kv_bytes * p.spec.tp for p in self.limits.prefill)
+        staged = max((p.kv_bytes * p.spec.tp for p in self.limits.prefill), default=0)
         self._transport = InProcessTransport(max_staging_bytes=staged)
 
     @property
@@ -111,10 +112,10 @@ class Engine:
 
     def start(self) -> None:
         """Loads weights, compiles every program and starts the pools. Blocking; after it the engine is ready."""
-        self._prefill, self._decode = build_pools(
-            self._placement, self.checkpoint, self.config, owner=self, progress=self._progress
-        )
-        for pool in (*self._prefill, *self._decode):
+        self._pools = build_pools(self._placement, self.checkpoint, self.config, owner=self, progress=self._progress)
+        self._prefill = [pool for pool in self._pools if pool.role != "decode"]
+        self._decode = [pool for pool in self._pools if pool.role == "decode"]
+        for pool in self._pools:
             pool.start()
         with self._lock:
             self._state = "ready"
@@ -135,9 +136,9 @@ class Engine:
         with self._lock:
             self._idle.wait_for(lambda: not self._registry, timeout=60.0)
         self._transport.close()
-        for pool in (*self._prefill, *self._decode):
+        for pool in self._pools:
             pool.close()
-        self._prefill, self._decode = [], []
+        self._pools, self._prefill, self._decode = [], [], []
 
     # requests -----------------------------------------------------------------------------------------------------
 
@@ -168,7 +169,7 @@ class Engine:
         if seq is None:
             return False
         seq.abort_requested = True
-        for pool in (*self._prefill, *self._decode):
+        for pool in self._pools:
             pool.wake()
         return True
 
@@ -188,7 +189,7 @@ class Engine:
                 free_slots=space.free_slots,
                 num_slots=space.num_slots,
             )
-            for pool in (*self._prefill, *self._decode)
+            for pool in self._pools
             for r, space in enumerate(pool.spaces)
         )
         return EngineStats(states=states, replicas=replicas, staging_bytes=self._transport.staging.used)
@@ -196,7 +197,12 @@ class Engine:
     # the pools' owner ---------------------------------------------------------------------------------------------
 
     def reserve(self, seq: Sequence, pool: Pool) -> bool:
-        """Prefill pages, and the decode replica's pages and slot for the whole answer, and the staging bytes."""
+        """Prefill pages, and the decode replica's pages and slot for the whole answer, and the staging bytes.
+
+        In a mixed pool one lease is all of it: pages and a slot for the whole answer.
+        """
+        if pool.role == "mixed":
+            return self._reserve_shared(seq, pool)
         page_size = self.limits.page_size
         prompt_pages = -(-seq.prompt_len // page_size)
         need = Need(
@@ -226,6 +232,15 @@ class Engine:
             self._free_staging(seq)
             return False
         return True
+
+    def _reserve_shared(self, seq: Sequence, pool: Pool) -> bool:
+        pages = -(-seq.max_len // self.limits.page_size)
+        replica = choose_replica(pool.rooms(), pages)
+        if replica is None:
+            return False
+        seq.prefill_replica = replica
+        seq.prefill_lease = seq.decode_lease = pool.spaces[replica].reserve(pages)
+        return seq.prefill_lease is not None
 
     def hand_off(self, seq: Sequence, pool: Pool, pieces: list[Staging]) -> None:
         """Offers a sequence's staged KV to the decode replica that was reserved for it."""

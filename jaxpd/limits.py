@@ -52,6 +52,11 @@ class PoolLimits:
     shapes: tuple[BatchShape, ...]
 
     @property
+    def mesh_flag(self) -> str:
+        """The flag that gives this pool's mesh."""
+        return "--mesh" if self.role == "mixed" else f"--{self.role}-mesh"
+
+    @property
     def kv_bytes(self) -> int:
         """Bytes of the page pool on one device."""
         return self.num_pages * self.page_bytes
@@ -69,11 +74,18 @@ class Limits:
     max_queued_requests: int
     prefill: tuple[PoolLimits, ...]
     decode: tuple[PoolLimits, ...]
+    mixed: tuple[PoolLimits, ...] = ()  # pools that do both, in the modes that share one
 
     @property
     def pools(self) -> tuple[PoolLimits, ...]:
         """All pools, prefill first."""
-        return self.prefill + self.decode
+        return self.prefill + self.decode + self.mixed
+
+    @property
+    def meshes(self) -> dict[str, tuple[str, ...]]:
+        """Role -> the mesh spec of each of its pools; only roles that have pools."""
+        roles = {"prefill": self.prefill, "decode": self.decode, "mixed": self.mixed}
+        return {role: tuple(str(pool.spec) for pool in pools) for role, pools in roles.items() if pools}
 
     @property
     def host_weight_bytes(self) -> int:
@@ -129,6 +141,7 @@ def make_limits(
     prefill: Sequence[MeshSpec],
     decode: Sequence[MeshSpec],
     memory: Memory,
+    mixed: Sequence[MeshSpec] = (),
 ) -> Limits:
     """Limits for a model on the given meshes. Raises FailedPrecondition with values that fit, or InvalidArgument."""
     cpu = memory.platform == "cpu"
@@ -141,7 +154,7 @@ def make_limits(
         )
     rules = ShardingRules()
     sizes = []
-    for role, specs in (("prefill", prefill), ("decode", decode)):
+    for role, specs in (("prefill", prefill), ("decode", decode), ("mixed", mixed)):
         for spec in specs:
             layout = ModelLayout(config, spec.tp)
             page = math.prod(layout.page_shape(1, asked.page_size)) // spec.tp * np.dtype(dtype).itemsize
@@ -168,7 +181,7 @@ def make_limits(
                 role=role,
                 spec=spec,
                 rows=pool_rows,
-                max_tokens=tokens if role == "prefill" else pool_rows,
+                max_tokens=pool_rows if role == "decode" else max(tokens, pool_rows + 1),
                 num_pages=min(budget // page, useful),
                 page_bytes=page,
                 weight_bytes=weights,
@@ -184,6 +197,7 @@ def make_limits(
         max_queued_requests=asked.max_queued_requests,
         prefill=tuple(p for p in pools if p.role == "prefill"),
         decode=tuple(p for p in pools if p.role == "decode"),
+        mixed=tuple(p for p in pools if p.role == "mixed"),
     )
     _check_host(limits)
     return limits
@@ -203,12 +217,14 @@ def _shapes(role: str, tokens: int, rows: int, table: int) -> tuple[BatchShape, 
     Every program costs seconds to compile and, on CPU with 30 layers, about 80 MB to hold; matrix products of 4 and
     of 8 rows differ by 5 to 25% only (SmolLM2's shapes, 2-core CPU).
     """
+    counts = sorted({rows} | {1 << i for i in range(rows.bit_length()) if 1 << i < rows and i not in (1, 2)})
+    decodes = tuple(BatchShape(count, count, table) for count in counts)
     if role == "decode":
-        counts = sorted({rows} | {1 << i for i in range(rows.bit_length()) if 1 << i < rows and i not in (1, 2)})
-        return tuple(BatchShape(count, count, table) for count in counts)
+        return decodes
     steps = sorted({tokens} | {t for t in (16, 64, *(128 << i for i in range(16))) if t < tokens})
     # a prompt bucket must differ from a decode bucket: more tokens than rows
-    return tuple(BatchShape(max(t, rows + 1), rows, table) for t in steps)
+    prompts = tuple(dict.fromkeys(BatchShape(max(t, rows + 1), rows, table) for t in steps))
+    return prompts if role == "prefill" else decodes + prompts
 
 
 def _check_host(limits: Limits) -> None:
@@ -220,11 +236,12 @@ def _check_host(limits: Limits) -> None:
                 raise FailedPrecondition(
                     f"the {pool.role} mesh {pool.spec} needs {_size(pool.weight_bytes)} of weights and "
                     f"{_size(pool.kv_bytes)} of KV per device, and a device has {_size(memory.device_bytes)}; "
-                    f"use more tensor parallelism (--{pool.role}-mesh {pool.spec.tp * 2}x{pool.spec.dp}) "
+                    f"use more tensor parallelism ({pool.mesh_flag} {pool.spec.tp * 2}x{pool.spec.dp}) "
                     f"or a smaller --kv-memory",
-                    field=f"{pool.role}_mesh",
+                    field=pool.mesh_flag.lstrip("-").replace("-", "_"),
                 )
         return
+    one_by_one = "--prefill-mesh 1x1 --decode-mesh 1x1"
     weights, kv = limits.host_weight_bytes, limits.host_kv_bytes
     total = weights + kv + CPU_RUNTIME_BYTES
     if total <= memory.host_bytes:
@@ -236,7 +253,7 @@ def _check_host(limits: Limits) -> None:
         cure = f"set --kv-memory {left // devices // MIB}MiB (per device)"
     else:
         cure = (
-            "use fewer data replicas, for example --prefill-mesh 1x1 --decode-mesh 1x1 "
+            f"use fewer data replicas, for example {'--mesh 1x1' if limits.mixed else one_by_one} "
             f"--max-model-len {min(limits.max_model_len, 1024)}, or a smaller model"
         )
     raise FailedPrecondition(

@@ -17,6 +17,7 @@ import dataclasses
 import logging
 import queue
 import threading
+import time
 from collections import deque
 from typing import Protocol
 
@@ -29,7 +30,7 @@ from jaxpd.device import PoolDevice
 from jaxpd.errors import Internal, JaxpdError
 from jaxpd.limits import PoolLimits
 from jaxpd.policies.admission import Room
-from jaxpd.policies.batching import Candidate, stall_free
+from jaxpd.policies.batching import Batch, Candidate, Policy, stall_free
 from jaxpd.request import Event, FinishReason, TokensEvent
 from jaxpd.sequence import Sequence, State
 from meshes.transfer.in_process import Staging
@@ -72,12 +73,15 @@ class _InFlight:
 class Pool:
     """See the module docstring. `submit`, `accept`, `wake` and `close` may be called from any thread."""
 
-    def __init__(self, index: int, limits: PoolLimits, device: PoolDevice, owner: Owner) -> None:
+    def __init__(
+        self, index: int, limits: PoolLimits, device: PoolDevice, owner: Owner, *, policy: Policy = stall_free
+    ) -> None:
         self.index = index
         self.role = limits.role
         self.limits = limits
         self.device = device
         self.owner = owner
+        self.policy = policy
         self.spaces = [ReplicaSpace(limits.num_pages, limits.rows) for _ in range(limits.spec.dp)]
         self._running: list[list[Sequence]] = [[] for _ in self.spaces]
         self._waiting: deque[Sequence] = deque()
@@ -124,21 +128,22 @@ class Pool:
     # the pool's thread ------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        in_flight: _InFlight | None = None
+        in_flight: list[_InFlight] = []
         while True:
-            self._receive(block=in_flight is None and not self._runnable())
+            self._receive(block=not in_flight and not self._runnable())
             if self._closing:
                 return
             try:
                 self._drop_aborted()
                 self._admit()
                 launched = self._launch()
-                if in_flight is not None:
-                    self._complete(in_flight)
+                while in_flight:
+                    self._complete(in_flight.pop(0))
                 in_flight = launched  # and no other name for a step that is over: it holds staging
+                launched = []
             except Exception as error:
                 log.exception("a step of the %s pool %d failed", self.role, self.index)
-                in_flight = None
+                in_flight = []
                 self._recover(error)
 
     def _runnable(self) -> bool:
@@ -188,15 +193,30 @@ class Pool:
         self._running[replica].append(seq)
         self.owner.accepted(seq)
 
-    def _launch(self) -> _InFlight | None:
-        """Dispatches the next step, if any sequence has something to do."""
-        chosen: list[list[tuple[Sequence, int]]] = []
+    def _launch(self) -> list[_InFlight]:
+        """Dispatches what the policy says: the next steps, if any sequence has something to do.
+
+        The first batches of all replicas make one step, and so on; decodes and prompts of different replicas may meet
+        in one, which takes the bucket that fits both.
+        """
+        now = time.monotonic()
+        batches: list[list[Batch]] = []
         for replica in self._running:
             candidates = [Candidate(prompt_left=s.prompt_left, wants_token=s.wants_tokens) for s in replica]
-            picks = stall_free(candidates, token_budget=self.limits.max_tokens, max_rows=self.limits.rows)
-            chosen.append([(replica[i], n) for i, n in picks])
-        if not any(chosen):
-            return None
+            batches.append(
+                self.policy(candidates, token_budget=self.limits.max_tokens, max_rows=self.limits.rows, clock_s=now)
+            )
+        steps = [
+            [
+                [(replica[i], n) for i, n in (of[step] if step < len(of) else [])]
+                for replica, of in zip(self._running, batches, strict=True)
+            ]
+            for step in range(max(map(len, batches)))
+        ]
+        return [self._dispatch(chosen) for chosen in steps]
+
+    def _dispatch(self, chosen: list[list[tuple[Sequence, int]]]) -> _InFlight:
+        """One step: the sequences of each replica, with how many tokens of each."""
         rows: list[list[Row]] = []
         sampling: list[tuple[int, int, Sequence]] = []
         last_chunks: list[tuple[int, Sequence]] = []
@@ -204,7 +224,7 @@ class Pool:
             rows.append([self._row(seq, count) for seq, count in work])
             for i, (seq, _) in enumerate(work):
                 if not seq.prompt_left:
-                    if seq.state is State.PREFILLING:
+                    if self.role == "prefill":
                         last_chunks.append((r, seq))
                     seq.sampled += 1
                     sampling.append((r, i, seq))
@@ -235,7 +255,13 @@ class Pool:
     def _shape(self, rows: list[list[Row]]) -> BatchShape:
         most_rows = max(len(replica) for replica in rows)
         most_tokens = max(sum(len(row.token_ids) for row in replica) for replica in rows)
-        return next(s for s in self.limits.shapes if s.rows >= most_rows and s.tokens >= most_tokens)
+        decode = all(len(row.token_ids) == 1 for replica in rows for row in replica)
+        return next(
+            s
+            for s in self.limits.shapes
+            # In a decode bucket row i is token i: a short chunk would fit one by its numbers only.
+            if s.rows >= most_rows and s.tokens >= most_tokens and (decode or s.rows != s.tokens)
+        )
 
     def _stage(self, replica: int, seq: Sequence) -> list[Staging]:
         """Copies a finished prompt's KV into staging and frees its prefill pages: later steps come after the copy."""
@@ -267,6 +293,8 @@ class Pool:
                 events.append(self._end(seq, FinishReason.ABORT))
             elif seq in step.staged:
                 leaving.append(seq)
+            elif seq.state is State.PREFILLING:  # one pool does both: it goes on where it is
+                seq.move(State.DECODING)
         self.owner.emit(events)
         for seq in leaving:  # after its first token is out: what the decode pool says comes later
             self.owner.hand_off(seq, self, step.staged[seq])

@@ -12,6 +12,9 @@
 - DECODING: owns pages and a slot in the decode pool, nothing else.
 - FINISHED: owns nothing; its `FinishEvent` is out.
 
+In a pool that prefills and decodes there is no hand-off: PREFILLING --first token--> DECODING, on the same pages and
+slot, which both leases stand for.
+
 Each state belongs to one thread (the pool's, or the transfer's), and only that thread moves a sequence on. Other
 threads may set `abort_requested`, which every owner looks at before it moves on.
 """
@@ -39,7 +42,7 @@ class State(enum.Enum):
 
 TRANSITIONS: dict[State, frozenset[State]] = {
     State.QUEUED: frozenset({State.PREFILLING, State.FINISHED}),
-    State.PREFILLING: frozenset({State.OFFERED, State.FINISHED}),
+    State.PREFILLING: frozenset({State.OFFERED, State.DECODING, State.FINISHED}),
     State.OFFERED: frozenset({State.SETTLED, State.FINISHED}),
     State.SETTLED: frozenset({State.DECODING, State.FINISHED}),
     State.DECODING: frozenset({State.FINISHED}),

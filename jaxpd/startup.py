@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
+import logging
 import os
 import pathlib
 import threading
@@ -21,17 +22,20 @@ from jax.sharding import Mesh
 
 from jaxpd.checkpoints.placement import load_params
 from jaxpd.checkpoints.source import Checkpoint
-from jaxpd.config import EngineConfig
+from jaxpd.config import DISAGGREGATED, SHARED_MODES, EngineConfig
 from jaxpd.device import PoolDevice
 from jaxpd.errors import FailedPrecondition, InvalidArgument
 from jaxpd.limits import Limits, Memory, make_limits, weight_bytes_per_device
+from jaxpd.policies.batching import POLICIES
 from jaxpd.pool import Owner, Pool
 from jaxpd.programs import Programs, ProgramSpec
 from jaxpd.progress import Progress
-from meshes.devices import assign_devices, default_specs, ensure_cpu_devices, total_devices
-from meshes.sharding import ShardingRules
+from meshes.devices import assign_devices, default_specs, ensure_cpu_devices, shared_mesh, total_devices
+from meshes.sharding import DATA, MODEL, ShardingRules
 from meshes.spec import MeshSpec, parse_mesh_specs
 from pallas_kernels.names import AUTO, NAMES, PLATFORM_OF
+
+log = logging.getLogger(__name__)
 
 DEFAULT_CPU_DEVICES = 2  # 1x1 + 1x1
 
@@ -40,19 +44,35 @@ DEFAULT_CPU_DEVICES = 2  # 1x1 + 1x1
 class Placement:
     """Where everything will go: meshes by role, and the limits."""
 
-    prefill: list[Mesh]
-    decode: list[Mesh]
+    mode: str
+    meshes: list[Mesh]  # in the order of `limits.pools`
     limits: Limits
 
 
-def prepare_devices(config: EngineConfig) -> tuple[tuple[MeshSpec, ...] | None, tuple[MeshSpec, ...] | None]:
+@dataclasses.dataclass(frozen=True)
+class Given:
+    """The mesh specs that were asked for; None where one was left out."""
+
+    prefill: tuple[MeshSpec, ...] | None
+    decode: tuple[MeshSpec, ...] | None
+    shared: MeshSpec | None
+
+
+def prepare_devices(config: EngineConfig) -> Given:
     """The mesh specs that were given; on CPU their virtual devices are made.
 
     Call it before a checkpoint is resolved: opening an Orbax folder starts JAX's backend, which fixes the devices.
     Raises InvalidArgument for a spec that does not parse, FailedPrecondition when the backend has too few devices.
     """
-    given = _parse(config.prefill_mesh, "--prefill-mesh"), _parse(config.decode_mesh, "--decode-mesh")
-    wanted = max(total_devices(*(g or (MeshSpec(1, 1),) for g in given)), DEFAULT_CPU_DEVICES)
+    prefill, decode = _parse(config.prefill_mesh, "--prefill-mesh"), _parse(config.decode_mesh, "--decode-mesh")
+    shared = _parse(config.mesh, "--mesh")
+    if shared is not None and len(shared) > 1:
+        raise InvalidArgument(
+            f"--mesh {config.mesh} names {len(shared)} meshes, need one: one pool does both", field="mesh"
+        )
+    given = Given(prefill, decode, shared[0] if shared else None)
+    one = (MeshSpec(1, 1),)
+    wanted = max(total_devices(prefill or one, decode or one), total_devices(shared or one), DEFAULT_CPU_DEVICES)
     try:
         ensure_cpu_devices(wanted)
     except RuntimeError as error:
@@ -66,17 +86,38 @@ def place(checkpoint: Checkpoint, config: EngineConfig) -> Placement:
     devices = jax.devices()
     memory = _memory(devices[0])
     _check_kernels(config.kernels, memory.platform)
+    mode, fits = _mode(config, devices), _weights_fit_one(checkpoint, config, memory)
+    if mode in SHARED_MODES:
+        try:
+            mesh = shared_mesh(given.shared, devices, weights_fit_one_device=fits)
+        except ValueError as error:
+            raise InvalidArgument(str(error), field="mesh") from error
+        spec = MeshSpec(mesh.shape[MODEL], mesh.shape[DATA])
+        limits = make_limits(checkpoint.name, checkpoint.config, config, (), (), memory, mixed=(spec,))
+        return Placement(mode, [mesh], limits)
     try:
         prefill, decode = default_specs(
-            *given,
+            given.prefill,
+            given.decode,
             platform=memory.platform,
             available=len(devices),
-            weights_fit_one_device=_weights_fit_one(checkpoint, config, memory),
+            weights_fit_one_device=fits,
         )
         meshes = assign_devices(prefill, decode, devices)
     except ValueError as error:
         raise InvalidArgument(str(error), field="prefill_mesh") from error
-    return Placement(*meshes, make_limits(checkpoint.name, checkpoint.config, config, prefill, decode, memory))
+    limits = make_limits(checkpoint.name, checkpoint.config, config, prefill, decode, memory)
+    return Placement(mode, meshes[0] + meshes[1], limits)
+
+
+def _mode(config: EngineConfig, devices: list[jax.Device]) -> str:
+    """The mode that was asked for, or the one that the devices allow."""
+    if config.mode is not None:
+        return config.mode
+    if len(devices) == 1 and devices[0].platform != "cpu" and not (config.prefill_mesh or config.decode_mesh):
+        log.info("there is one %s device, too few for a prefill and a decode mesh: --mode chunked", devices[0].platform)
+        return "chunked"
+    return DISAGGREGATED
 
 
 def _check_kernels(kernels: str, platform: str) -> None:
@@ -123,10 +164,9 @@ def _weights_fit_one(checkpoint: Checkpoint, config: EngineConfig, memory: Memor
 
 def build_pools(
     placement: Placement, checkpoint: Checkpoint, config: EngineConfig, *, owner: Owner, progress: Progress
-) -> tuple[list[Pool], list[Pool]]:
-    """Pools ready to start: (prefill, decode)."""
-    limits, rules = placement.limits, ShardingRules()
-    meshes = placement.prefill + placement.decode
+) -> list[Pool]:
+    """Pools ready to start, in the order of `limits.pools`."""
+    limits, rules, meshes = placement.limits, ShardingRules(), placement.meshes
     use_compile_cache(config.compile_cache)
     dtype = np.dtype(limits.dtype)
     specs = [
@@ -154,11 +194,12 @@ def build_pools(
     _return_free_memory()
     params = load_params(checkpoint.source, checkpoint.config, meshes, dtype=dtype, rules=rules, progress=progress)
     _return_free_memory()
-    pools = []
+    pools: list[Pool] = []
     for i, (pool, spec) in enumerate(zip(limits.pools, specs, strict=True)):
-        first = 0 if pool.role == "prefill" else len(limits.prefill)
-        pools.append(Pool(i - first, pool, PoolDevice(spec, params[i], programs[i]), owner))
-    return pools[: len(limits.prefill)], pools[len(limits.prefill) :]
+        index = sum(other.role == pool.role for other in pools)
+        device = PoolDevice(spec, params[i], programs[i])
+        pools.append(Pool(index, pool, device, owner, policy=POLICIES[placement.mode]))
+    return pools
 
 
 def _compile(limits: Limits, specs: list[ProgramSpec], progress: Progress) -> list[Programs]:
@@ -166,8 +207,7 @@ def _compile(limits: Limits, specs: list[ProgramSpec], progress: Progress) -> li
     programs = [Programs() for _ in specs]
     tasks: list[tuple[str, Callable[[], None]]] = []
     for i, (pool, spec) in enumerate(zip(limits.pools, specs, strict=True)):
-        prefill = pool.role == "prefill"
-        found = programs[i].compile_tasks(spec, gathers=prefill, scatters=not prefill)
+        found = programs[i].compile_tasks(spec, gathers=pool.role == "prefill", scatters=pool.role == "decode")
         tasks += [(f"{pool.role} {pool.spec} {name}", task) for name, task in found]
     tasks.sort(key=lambda named: "forward" not in named[0])  # the long ones first, so that threads end together
     with (

@@ -6,7 +6,7 @@ there is, and a mesh that was left out takes what remains.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import jax
 import numpy as np
@@ -99,14 +99,31 @@ def assign_devices(
             f"{_are(len(devices), platform)}. Make the meshes smaller, or share one with --mode decoupled"
         )
     left = iter(devices)
+    return [_build(spec, left) for spec in prefill], [_build(spec, left) for spec in decode]
 
-    def build(spec: MeshSpec) -> Mesh:
-        grid = np.empty((spec.dp, spec.tp), dtype=object)
-        for index in np.ndindex(grid.shape):
-            grid[index] = next(left)
-        return Mesh(grid, (DATA, MODEL), axis_types=(AxisType.Auto, AxisType.Auto))
 
-    return [build(spec) for spec in prefill], [build(spec) for spec in decode]
+def shared_mesh(spec: MeshSpec | None, devices: Sequence[jax.Device], *, weights_fit_one_device: bool) -> Mesh:
+    """The mesh of one pool that prefills and decodes.
+
+    Left out (None) it is `1x1` on CPU, else all M devices: `1xM` if the weights fit one, else `Mx1`. Raises ValueError
+    if there are too few devices.
+    """
+    if spec is None:
+        count = 1 if devices[0].platform == "cpu" else len(devices)
+        spec = MeshSpec(1, count) if weights_fit_one_device else MeshSpec(count, 1)
+    if spec.num_devices > len(devices):
+        raise ValueError(
+            f"--mesh {spec} needs {spec.num_devices} devices and there {_are(len(devices), devices[0].platform)}. Make "
+            "the mesh smaller"
+        )
+    return _build(spec, iter(devices))
+
+
+def _build(spec: MeshSpec, left: Iterator[jax.Device]) -> Mesh:
+    grid = np.empty((spec.dp, spec.tp), dtype=object)
+    for index in np.ndindex(grid.shape):
+        grid[index] = next(left)
+    return Mesh(grid, (DATA, MODEL), axis_types=(AxisType.Auto, AxisType.Auto))
 
 
 def _are(count: int, platform: str) -> str:

@@ -48,9 +48,6 @@ def served_model(engine: Engine) -> ServedModel:
         eos_token_ids=config.eos_token_ids,
         dtype=engine.limits.dtype,
         page_size=engine.limits.page_size,
-        meshes={
-            "prefill": tuple(str(pool.spec) for pool in engine.limits.prefill),
-            "decode": tuple(str(pool.spec) for pool in engine.limits.decode),
-        },
+        meshes=engine.limits.meshes,
         tokenizer=tokenizer,
     )

@@ -78,6 +78,8 @@ def generate(
         bool,
         typer.Option("--json", help="Print one JSON object (a list for --prompt-file).", rich_help_panel=OUTPUT),
     ] = False,
+    mode: options.Mode = None,
+    mesh: options.Mesh = None,
     prefill_mesh: options.PrefillMesh = None,
     decode_mesh: options.DecodeMesh = None,
     max_model_len: options.MaxModelLen = None,
@@ -94,6 +96,8 @@ def generate(
     params.validate(vocab_size=ANY_VOCAB)
     inputs = prompts.from_flags(prompt, prompt_ids, chat, prompt_file)
     engine = options.engine_fields(
+        mode=mode,
+        mesh=mesh,
         prefill_mesh=prefill_mesh,
         decode_mesh=decode_mesh,
         max_model_len=max_model_len,

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from jaxpd.config import DTYPES, KERNELS, EngineConfig
+from jaxpd.config import DTYPES, KERNELS, MODES, EngineConfig
 from jaxpd.errors import InvalidArgument
 from meshes.spec import parse_mesh_specs
 
@@ -69,22 +69,41 @@ def engine_fields(*, kv_memory: str | None, **fields: Any) -> dict[str, Any]:
     if kv_memory is not None:
         given["kv_memory"] = parse_size(kv_memory)
     EngineConfig(**given)
-    _check_meshes(given.get("prefill_mesh"), given.get("decode_mesh"))
+    for field in ("mesh", "prefill_mesh", "decode_mesh"):
+        _check_mesh(field, given.get(field))
     return given
 
 
-def _check_meshes(prefill_mesh: str | None, decode_mesh: str | None) -> None:
-    for flag, text in (("--prefill-mesh", prefill_mesh), ("--decode-mesh", decode_mesh)):
-        if text is not None:
-            try:
-                parse_mesh_specs(text, name=flag)
-            except ValueError as error:
-                raise InvalidArgument(str(error), field=flag.lstrip("-").replace("-", "_")) from None
+def _check_mesh(field: str, text: str | None) -> None:
+    if text is not None:
+        try:
+            parse_mesh_specs(text, name=f"--{field.replace('_', '-')}")
+        except ValueError as error:
+            raise InvalidArgument(str(error), field=field) from None
 
 
 _MODEL_HELP = "A built-in name, the path of a checkpoint folder or GGUF file, or a Hugging Face hub id."
 Model = Annotated[str, typer.Argument(help=_MODEL_HELP)]
 OptionalModel = Annotated[str | None, typer.Argument(help=_MODEL_HELP, show_default=DEFAULT_MODEL)]
+Mode = Annotated[
+    str | None,
+    typer.Option(
+        metavar="|".join(MODES),
+        help="How prefill and decode share hardware: on meshes of their own, or on one mesh as separate programs, in "
+        "one hybrid batch, or prompts first.",
+        show_default="disaggregated; chunked on a single accelerator",
+        rich_help_panel=MESHES,
+    ),
+]
+Mesh = Annotated[
+    str | None,
+    typer.Option(
+        metavar="TPxDP",
+        help="The one mesh of the modes that share it.",
+        show_default="1x1 on CPU, else all devices",
+        rich_help_panel=MESHES,
+    ),
+]
 PrefillMesh = Annotated[
     str | None,
     typer.Option(

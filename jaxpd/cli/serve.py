@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 def serve(
     model: options.Model = options.DEFAULT_MODEL,
+    mode: options.Mode = None,
+    mesh: options.Mesh = None,
     prefill_mesh: options.PrefillMesh = None,
     decode_mesh: options.DecodeMesh = None,
     host: Annotated[
@@ -63,6 +65,8 @@ def serve(
             f"--shutdown-timeout {shutdown_timeout} must be 0 (stop at once) or more seconds", field="shutdown_timeout"
         )
     engine = options.engine_fields(
+        mode=mode,
+        mesh=mesh,
         prefill_mesh=prefill_mesh,
         decode_mesh=decode_mesh,
         max_model_len=max_model_len,
@@ -108,8 +112,8 @@ def _run(model: str, config: EngineConfig, *, host: str, grpc_port: int, shutdow
 
 def banner(limits: Limits, host: str, port: int, ready_s: float) -> list[str]:
     """What a person sees when the server is ready; the last line is the one to type in another terminal."""
-    roles = {"prefill": limits.prefill, "decode": limits.decode}
-    meshes = [f"{role} on {','.join(str(pool.spec) for pool in pools)}" for role, pools in roles.items()]
+    words = {"mixed": "prefill and decode"}
+    meshes = [f"{words.get(role, role)} on {','.join(specs)}" for role, specs in limits.meshes.items()]
     address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     # An address that means "all of them" is none to connect to.
     reached = f"127.0.0.1:{port}" if host == "0.0.0.0" else f"[::1]:{port}" if host == "::" else address

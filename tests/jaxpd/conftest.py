@@ -87,10 +87,13 @@ class Running:
 
 @pytest.fixture(scope="module")
 def started(tiny_folders: dict[str, pathlib.Path]) -> Iterator[Callable[..., Running]]:
-    """`started(model, prefill, decode, **config)` -> Running; equal calls of one module share an engine."""
+    """`started(model, prefill, decode, **config)` -> Running; equal calls of one module share an engine.
+
+    A mode that shares one mesh is asked for as `started(model, None, None, mode=..., mesh=...)`.
+    """
     engines: dict[Any, Running] = {}
 
-    def start(model: str, prefill: str, decode: str, **config: Any) -> Running:
+    def start(model: str, prefill: str | None, decode: str | None, **config: Any) -> Running:
         small = {"max_model_len": 160, "max_num_batched_tokens": 32, "max_num_seqs": 4, **config}
         key = (model, prefill, decode, tuple(sorted(small.items())))
         if key not in engines:

@@ -26,9 +26,9 @@ def devices(tiny_folders: dict[str, pathlib.Path]) -> tuple[PoolDevice, ...]:
     asked = {"max_model_len": 160, "max_num_batched_tokens": 32, "max_num_seqs": 64}
     config = EngineConfig(prefill_mesh="2x1", decode_mesh="1x2,2x1", **asked)  # type: ignore[arg-type]
     placement = place(checkpoint, config)
-    prefill, decode = build_pools(placement, checkpoint, config, owner=None, progress=SilentProgress())  # type: ignore[arg-type]
-    assert all(pool.device.spec.num_pages >= PAGES for pool in decode)
-    return (*(pool.device for pool in prefill + decode),)
+    pools = build_pools(placement, checkpoint, config, owner=None, progress=SilentProgress())  # type: ignore[arg-type]
+    assert all(pool.device.spec.num_pages >= PAGES for pool in pools[1:])
+    return (*(pool.device for pool in pools),)
 
 
 def row(context: int, page: int, *, slot: int = 0, tokens: int = 1) -> Row:

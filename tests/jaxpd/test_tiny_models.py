@@ -35,8 +35,8 @@ def device_of(folder: pathlib.Path, mesh: str) -> tuple[PoolDevice, Limits]:
     checkpoint = resolve(str(folder), progress=SilentProgress())
     config = EngineConfig(prefill_mesh=mesh, max_model_len=160, max_num_batched_tokens=160, max_num_seqs=8)
     placement = place(checkpoint, config)
-    prefill, _ = build_pools(placement, checkpoint, config, owner=None, progress=SilentProgress())  # type: ignore[arg-type]
-    return prefill[0].device, placement.limits
+    pools = build_pools(placement, checkpoint, config, owner=None, progress=SilentProgress())  # type: ignore[arg-type]
+    return pools[0].device, placement.limits
 
 
 def logits_of(device: PoolDevice, shape: BatchShape, prompts: list[list[int]]) -> np.ndarray:

@@ -9,7 +9,14 @@ import jax
 import pytest
 from jax.sharding import AxisType
 
-from meshes.devices import MAX_CPU_DEVICES, assign_devices, default_specs, ensure_cpu_devices, total_devices
+from meshes.devices import (
+    MAX_CPU_DEVICES,
+    assign_devices,
+    default_specs,
+    ensure_cpu_devices,
+    shared_mesh,
+    total_devices,
+)
 from meshes.spec import MeshSpec, parse_mesh_specs
 
 
@@ -127,3 +134,12 @@ def test_other_platforms_are_left_alone() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert done.stdout.strip() == "-1", done.stderr
+
+
+def test_a_shared_mesh_takes_what_there_is() -> None:
+    devices = jax.devices()[:4]
+    assert dict(shared_mesh(None, devices, weights_fit_one_device=True).shape) == {"data": 1, "model": 1}
+    mesh = shared_mesh(MeshSpec(2, 2), devices, weights_fit_one_device=True)
+    assert [d.id for d in mesh.devices.flat] == [d.id for d in devices]
+    with pytest.raises(ValueError, match="--mesh 8x1 needs 8 devices and there are 4 cpu devices"):
+        shared_mesh(MeshSpec(8, 1), devices, weights_fit_one_device=True)
