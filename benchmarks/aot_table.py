@@ -30,7 +30,8 @@ def kernel_cell(row: dict[str, Any]) -> str:
     if row["vmem_bytes"] is not None:
         return f"{row['vmem_bytes'] / MIB:.1f}"
     if row["registers"] is not None:
-        return f"{row['shared_memory_bytes'] / KIB:.0f} / {row['registers']}"
+        spilled = f", spills {row['spilled_bytes']}" if row["spilled_bytes"] else ""
+        return f"{row['shared_memory_bytes'] / KIB:.0f} / {row['registers']}{spilled}"
     return "compiled"
 
 
@@ -75,6 +76,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("compiled", type=pathlib.Path, help="what the tests left behind (--aot-json)")
     parser.add_argument("--out", type=pathlib.Path, default=RESULTS, help="folder of the results")
+    parser.add_argument("--note", default="", help="what else a reader must know of this run")
     args = parser.parse_args()
     found = json.loads(args.compiled.read_text(encoding="utf-8"))
     about = describe(PACKAGES)
@@ -88,11 +90,12 @@ def main() -> int:
         "",
         f"`make aot`, {about['date']}, on a {about['name']} without an accelerator. {versions}.",
         "Nothing here has run on such hardware.",
+        *(["", args.note] if args.note else []),
         "",
         f"Kernel calls: {', '.join(f'{number} {status}' for status, number in count.items())}. On TPUs the figure is "
         "the VMEM in MiB that the compiler gave the kernel, on GPUs the shared memory of a block in KiB / registers of "
-        'a thread. "XLA": there is no kernel, the XLA path runs. D head size, K KV slots, G query heads a slot, S '
-        "slots in a page.",
+        'a thread, and the bytes that a thread spills. "XLA": there is no kernel, the XLA path runs. D head size, K KV '
+        "slots, G query heads a slot, S slots in a page.",
         *kernel_lines(kernels),
         "",
         "## The whole forward",
@@ -106,7 +109,9 @@ def main() -> int:
     args.out.mkdir(parents=True, exist_ok=True)
     stem = f"aot-jax-{about['packages']['jax']}"
     (args.out / f"{stem}.md").write_text("\n".join(lines), encoding="utf-8")
-    (args.out / f"{stem}.json").write_text(json.dumps({"about": about, **found}, indent=1) + "\n", encoding="utf-8")
+    (args.out / f"{stem}.json").write_text(
+        json.dumps({"about": about, "note": args.note, **found}, indent=1) + "\n", encoding="utf-8"
+    )
     print(f"{args.out / stem}.md: {', '.join(f'{number} {status}' for status, number in count.items())}")
     return 1 if count["failed"] or any(row["pool_copies"] for row in found["forwards"]) else 0
 
