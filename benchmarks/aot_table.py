@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import pathlib
+import re
 import sys
 from typing import Any
 
@@ -40,6 +41,12 @@ def table(header: list[str], rows: list[list[str]]) -> list[str]:
     return [f"| {' | '.join(cells)} |" for cells in [header, ["---"] * len(header), *rows]]
 
 
+def why(reason: str) -> str:
+    """Of a refusal only the kernel's own reason, which the table's shape and chip stand beside; else the first line."""
+    own = re.search(r"pallas_\w+: (.*?)(?:; not |; use '|$)", reason, re.DOTALL)
+    return own[1] if own else reason.partition("\n")[0]
+
+
 def kernel_lines(kernels: list[dict[str, Any]]) -> list[str]:
     """A table for each operation and phase: shapes down, chips across."""
     lines: list[str] = []
@@ -53,8 +60,8 @@ def kernel_lines(kernels: list[dict[str, Any]]) -> list[str]:
         refused: dict[str, list[str]] = {}
         for row in mine:
             if row["status"] in ("refused", "failed"):
-                refused.setdefault(row["reason"].partition("\n")[0], []).append(f"{row['chip']} {row['shape']}")
-        lines += [""] + [f"- {'; '.join(where)}: {reason}" for reason, where in refused.items()] if refused else []
+                refused.setdefault(why(row["reason"]), []).append(row["chip"])
+        lines += [""] + [f"- refused on {', '.join(dict.fromkeys(on))}: {reason}" for reason, on in refused.items()]
     return lines
 
 
