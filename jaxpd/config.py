@@ -33,6 +33,7 @@ class EngineConfig:
     kv_memory: int | None = None
     max_queued_requests: int = 256
     dtype: str | None = None
+    prefix_cache: bool = True
     kernels: str = AUTO
     seed: int = 0
     compile_cache: pathlib.Path | None = None  # None: the user's cache folder

@@ -20,12 +20,14 @@ import logging
 import threading
 from collections.abc import Callable
 
+from jaxpd.cache.keys import Chain
 from jaxpd.checkpoints.source import Checkpoint
 from jaxpd.config import EngineConfig
 from jaxpd.errors import Internal, InvalidArgument, JaxpdError, ResourceExhausted, Unavailable
 from jaxpd.limits import Limits
 from jaxpd.models.layout import ModelLayout
-from jaxpd.policies.admission import Need, admit, choose_replica
+from jaxpd.policies.admission import Need, admit
+from jaxpd.policies.placement import prefer_prefix
 from jaxpd.pool import Pool
 from jaxpd.progress import Progress, SilentProgress
 from jaxpd.request import Event, FinishEvent, FinishReason, Request, Usage
@@ -145,7 +147,9 @@ class Engine:
     def submit(self, request: Request) -> None:
         """Queues a request. Raises InvalidArgument, ResourceExhausted (queue full) or Unavailable (not ready)."""
         request.validate(vocab_size=self.checkpoint.config.vocab_size, max_model_len=self.limits.max_model_len)
-        seq = Sequence(request=request, eos_ids=frozenset(self.checkpoint.config.eos_token_ids))
+        known = request.prompt_ids if self.limits.prefix_cache else ()
+        chain = Chain(self.limits.page_size, known)
+        seq = Sequence(request=request, eos_ids=frozenset(self.checkpoint.config.eos_token_ids), chain=chain)
         with self._lock:
             if self._state != "ready":
                 raise Unavailable(f"the engine is {self._state}")
@@ -160,7 +164,7 @@ class Engine:
                     "(--max-queued-requests); try again later"
                 )
             self._registry[request.request_id] = seq
-        min(self._prefill, key=lambda pool: pool.num_waiting + sum(r.load for r in pool.rooms())).submit(seq)
+        min(self._prefill, key=lambda pool: pool.num_waiting + pool.num_sequences).submit(seq)
 
     def abort(self, request_id: str) -> bool:
         """Ends a request in whatever state it is; False when there is none (any more). Idempotent."""
@@ -184,7 +188,7 @@ class Engine:
                 role=pool.role,
                 pool=pool.index,
                 replica=r,
-                free_pages=space.free_pages,
+                free_pages=space.free_pages + space.evictable_pages,
                 num_pages=space.num_pages,
                 free_slots=space.free_slots,
                 num_slots=space.num_slots,
@@ -208,25 +212,27 @@ class Engine:
         need = Need(
             prefill_pages=prompt_pages,
             decode_pages=-(-seq.max_len // page_size),
-            staging_bytes=prompt_pages * pool.limits.page_bytes * pool.limits.spec.tp,
+            prompt_pages=prompt_pages,
+            staged_page_bytes=pool.limits.page_bytes * pool.limits.spec.tp,
         )
         staging = self._transport.staging
         targets = [(p, r) for p in self._decode for r in range(len(p.spaces))]
         choice = admit(
             need,
-            pool.rooms(),
-            [room for p in self._decode for room in p.rooms()],
+            pool.places(seq.chain),
+            [place for p in self._decode for place in p.places(seq.chain)],
+            prefill_hit_value=page_size,
             staging_free=staging.limit - staging.used,
             staging_in_use=staging.used,
         )
-        if choice is None or not staging.charge(need.staging_bytes):
+        if choice is None or not staging.charge(choice.staging_bytes):
             return False
-        seq.prefill_replica = choice[0]
-        target_pool, target_replica = targets[choice[1]]
+        seq.prefill_replica = choice.prefill
+        target_pool, target_replica = targets[choice.decode]
         seq.decode_target = (target_pool.index, target_replica)
-        seq.staging_bytes = need.staging_bytes
-        seq.prefill_lease = pool.spaces[seq.prefill_replica].reserve(need.prefill_pages)
-        seq.decode_lease = target_pool.spaces[target_replica].reserve(need.decode_pages)
+        seq.staging_bytes = choice.staging_bytes
+        seq.prefill_lease = pool.acquire(choice.prefill, seq.chain, need.prefill_pages)
+        seq.decode_lease = target_pool.acquire(target_replica, seq.chain, need.decode_pages)
         if seq.prefill_lease is None or seq.decode_lease is None:  # another prefill pool was quicker
             seq.release()
             self._free_staging(seq)
@@ -235,11 +241,11 @@ class Engine:
 
     def _reserve_shared(self, seq: Sequence, pool: Pool) -> bool:
         pages = -(-seq.max_len // self.limits.page_size)
-        replica = choose_replica(pool.rooms(), pages)
+        replica = prefer_prefix(pool.places(seq.chain), pages, hit_value=self.limits.page_size)
         if replica is None:
             return False
         seq.prefill_replica = replica
-        seq.prefill_lease = seq.decode_lease = pool.spaces[replica].reserve(pages)
+        seq.prefill_lease = seq.decode_lease = pool.acquire(replica, seq.chain, pages)
         return seq.prefill_lease is not None
 
     def hand_off(self, seq: Sequence, pool: Pool, pieces: list[Staging]) -> None:
@@ -283,7 +289,7 @@ class Engine:
         return FinishEvent(
             request_id=seq.request_id,
             reason=reason,
-            usage=Usage(prompt_tokens=seq.prompt_len, completion_tokens=len(seq.outputs)),
+            usage=Usage(prompt_tokens=seq.prompt_len, completion_tokens=len(seq.outputs), cached_tokens=seq.hit_tokens),
             timings=seq.timings(),
             stop_token_id=stop_token,
             error=error,

@@ -72,6 +72,7 @@ class Limits:
     max_model_len: int
     page_size: int
     max_queued_requests: int
+    prefix_cache: bool
     prefill: tuple[PoolLimits, ...]
     decode: tuple[PoolLimits, ...]
     mixed: tuple[PoolLimits, ...] = ()  # pools that do both, in the modes that share one
@@ -195,6 +196,7 @@ def make_limits(
         max_model_len=max_len,
         page_size=asked.page_size,
         max_queued_requests=asked.max_queued_requests,
+        prefix_cache=asked.prefix_cache,
         prefill=tuple(p for p in pools if p.role == "prefill"),
         decode=tuple(p for p in pools if p.role == "decode"),
         mixed=tuple(p for p in pools if p.role == "mixed"),

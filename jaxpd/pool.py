@@ -25,12 +25,13 @@ import jax
 import numpy as np
 
 from jaxpd.batch import BatchShape, Row, from_slot
-from jaxpd.cache.pages import Lease, ReplicaSpace
+from jaxpd.cache.keys import Chain
+from jaxpd.cache.prefix import PrefixCache, PrefixLease
 from jaxpd.device import PoolDevice
 from jaxpd.errors import Internal, JaxpdError
 from jaxpd.limits import PoolLimits
-from jaxpd.policies.admission import Room
 from jaxpd.policies.batching import Batch, Candidate, Policy, stall_free
+from jaxpd.policies.placement import Place
 from jaxpd.request import Event, FinishReason, TokensEvent
 from jaxpd.sequence import Sequence, State
 from meshes.transfer.in_process import Staging
@@ -82,7 +83,9 @@ class Pool:
         self.device = device
         self.owner = owner
         self.policy = policy
-        self.spaces = [ReplicaSpace(limits.num_pages, limits.rows) for _ in range(limits.spec.dp)]
+        size = device.spec.page_size
+        self.spaces = [PrefixCache(limits.num_pages, limits.rows, size) for _ in range(limits.spec.dp)]
+        self._last_chosen = [0] * limits.spec.dp
         self._running: list[list[Sequence]] = [[] for _ in self.spaces]
         self._waiting: deque[Sequence] = deque()
         self._staged: set[Sequence] = set()  # last chunk dispatched, first token not read yet
@@ -114,11 +117,40 @@ class Pool:
         if self._thread.ident is not None:
             self._thread.join()
 
-    def rooms(self) -> list[Room]:
-        """What each replica has free."""
-        return [
-            Room(free_pages=s.free_pages, free_slots=s.free_slots, load=s.num_slots - s.free_slots) for s in self.spaces
-        ]
+    def places(self, chain: Chain) -> list[Place]:
+        """What each replica has of a prompt and has free.
+
+        Load is in sequences in a decode pool. Elsewhere it is in tokens of prompt that are not computed yet, and each
+        sequence counts for one page more: then the pool's own thread must ask.
+        """
+        out = []
+        for r, space in enumerate(self.spaces):
+            match = space.match(chain, whole=self.role == "decode")
+            load = float(space.num_slots - match.free_slots)
+            if self.role != "decode":
+                load = load * space.page_size + sum(seq.prompt_left for seq in self._running[r])
+            out.append(
+                Place(
+                    hit_pages=len(match.pages),
+                    room=match.room,
+                    free_slots=match.free_slots,
+                    load=load,
+                    last_chosen=self._last_chosen[r],
+                )
+            )
+        return out
+
+    def acquire(self, replica: int, chain: Chain, pages: int) -> PrefixLease | None:
+        """A lease in a replica that `places` led to; None: others were quicker."""
+        lease = self.spaces[replica].acquire(chain, pages, whole=self.role == "decode")
+        if lease is not None:
+            self._last_chosen[replica] = max(self._last_chosen) + 1
+        return lease
+
+    @property
+    def num_sequences(self) -> int:
+        """Sequences that hold a slot."""
+        return sum(space.num_slots - space.free_slots for space in self.spaces)
 
     @property
     def num_waiting(self) -> int:
@@ -171,6 +203,8 @@ class Pool:
     def _admit(self) -> None:
         while self._waiting and self.owner.reserve(self._waiting[0], self):
             seq = self._waiting.popleft()
+            assert seq.prefill_lease is not None
+            seq.cached = seq.hit_tokens = seq.prefill_lease.hit_tokens
             seq.move(State.PREFILLING)
             self._running[seq.prefill_replica].append(seq)
 
@@ -181,7 +215,8 @@ class Pool:
             return
         replica, lease = seq.decode_target[1], self._lease(seq)
         try:
-            self.device.scatter(replica, lease.pages[: self._pages_for(seq.prompt_len)], pieces)
+            self.device.scatter(replica, lease.pages[lease.hit_pages : self._pages_for(seq.prompt_len)], pieces)
+            lease.commit(seq.prompt_len)
         except Exception as error:
             log.exception("accepting request %s failed", seq.request_id)
             self.owner.emit(
@@ -241,6 +276,7 @@ class Pool:
         else:  # not read back yet: the device knows it
             token_ids = (from_slot(lease.slot),)
         seq.cached += count
+        lease.commit(seq.cached)  # what has been dispatched is there for whoever is dispatched later
         params = seq.request.params
         return Row(
             token_ids=token_ids,
@@ -268,7 +304,8 @@ class Pool:
         lease = self._lease(seq)
         if seq.request.params.max_tokens == 1:  # ends here, whatever the token
             return []
-        pieces = self.device.gather(replica, lease.pages[: self._pages_for(seq.prompt_len)])
+        there = seq.decode_lease.hit_pages if seq.decode_lease is not None else 0  # the decode replica has these
+        pieces = self.device.gather(replica, lease.pages[there : self._pages_for(seq.prompt_len)])
         self._running[replica].remove(seq)
         self._staged.add(seq)
         lease.release()
@@ -315,9 +352,11 @@ class Pool:
         self._staged.clear()
         events = [self._end(s, FinishReason.ERROR, error=_internal("a device step", error)) for s in victims]
         self.device.reset()
+        for space in self.spaces:
+            space.forget()
         self.owner.emit(events)
 
-    def _lease(self, seq: Sequence) -> Lease:
+    def _lease(self, seq: Sequence) -> PrefixLease:
         lease = seq.decode_lease if seq.state in (State.DECODING, State.SETTLED) else seq.prefill_lease
         assert lease is not None, "a sequence in a pool has pages there"
         return lease

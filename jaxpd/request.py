@@ -89,6 +89,7 @@ class Usage:
 
     prompt_tokens: int
     completion_tokens: int
+    cached_tokens: int = 0  # of the prompt, found in the prefix cache of the pool that prefilled it
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -25,7 +25,8 @@ import dataclasses
 import enum
 import time
 
-from jaxpd.cache.pages import Lease
+from jaxpd.cache.keys import Chain
+from jaxpd.cache.prefix import PrefixLease
 from jaxpd.request import FinishReason, Request, Timings
 
 
@@ -56,12 +57,14 @@ class Sequence:
 
     request: Request
     eos_ids: frozenset[int]
+    chain: Chain  # names of its full pages; knows no token where the prefix cache is off
     state: State = State.QUEUED
     outputs: list[int] = dataclasses.field(default_factory=list)  # tokens read back so far
     cached: int = 0  # tokens whose KV has been dispatched in the pool it is in
     sampled: int = 0  # output tokens whose sampling has been dispatched (at most one step ahead of `outputs`)
-    prefill_lease: Lease | None = None
-    decode_lease: Lease | None = None
+    prefill_lease: PrefixLease | None = None
+    decode_lease: PrefixLease | None = None
+    hit_tokens: int = 0  # of the prompt, that were in the prefill pool's cache
     decode_target: tuple[int, int] = (0, 0)  # decode pool, replica
     prefill_replica: int = 0
     staging_bytes: int = 0
@@ -108,6 +111,8 @@ class Sequence:
         """Takes one read-back token; (reason, stop token) when it was the last one."""
         params = self.request.params
         self.outputs.append(token)
+        if self.chain.length:
+            self.chain.extend((token,))
         now = time.monotonic()
         if len(self.outputs) <= 2:
             self.times.setdefault(f"token{len(self.outputs)}", now)

@@ -9,8 +9,9 @@ long, and the next message takes all of it.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 
-from jaxpd.request import FinishEvent, FinishReason, Usage
+from jaxpd.request import FinishEvent, FinishReason
 from jaxpd.text import TextStream
 from serving.messages import Finished, Message, Tokens, Understood
 from serving.model import ServedModel
@@ -93,5 +94,5 @@ class Reader:
                 stop_token_id=event.stop_token_id,
                 error=event.error,
             )
-        usage = Usage(prompt_tokens=event.usage.prompt_tokens, completion_tokens=self._count)
+        usage = dataclasses.replace(event.usage, completion_tokens=self._count)
         return Finished(reason=FinishReason.STOP, usage=usage, timings=event.timings, stop_string=self.stop_string)

@@ -218,7 +218,7 @@ def _finish_to_proto(message: Finished) -> pb.Finish:
 def _finish_from_proto(finish: pb.Finish) -> Finished:
     return Finished(
         reason=_REASONS_BACK.get(finish.reason, FinishReason.STOP),  # as the proto's rules say
-        usage=Usage(prompt_tokens=finish.usage.prompt_tokens, completion_tokens=finish.usage.completion_tokens),
+        usage=Usage(**{f.name: getattr(finish.usage, f.name) for f in dataclasses.fields(Usage)}),
         timings=Timings(**{f.name: _get(finish.timings, f.name) for f in dataclasses.fields(Timings)}),
         stop_token_id=_get(finish, "stop_token_id"),
         stop_string=_get(finish, "stop_string"),

@@ -88,6 +88,7 @@ def generate(
     max_num_batched_tokens: options.MaxNumBatchedTokens = None,
     kv_memory: options.KvMemory = None,
     dtype: options.Dtype = None,
+    prefix_cache: options.PrefixCache = None,
     kernels: options.Kernels = None,
     compile_cache: options.CompileCache = None,
 ) -> None:
@@ -106,6 +107,7 @@ def generate(
         max_num_batched_tokens=max_num_batched_tokens,
         kv_memory=kv_memory,
         dtype=dtype,
+        prefix_cache=prefix_cache,
         kernels=kernels,
         compile_cache=compile_cache,
     )

@@ -158,6 +158,15 @@ MaxNumBatchedTokens = Annotated[
         rich_help_panel=LIMITS,
     ),
 ]
+PrefixCache = Annotated[
+    bool | None,
+    typer.Option(
+        "--prefix-cache/--no-prefix-cache",
+        help="Keep the KV of full pages and reuse it for prompts that begin alike.",
+        show_default="on",
+        rich_help_panel=LIMITS,
+    ),
+]
 Kernels = Annotated[
     str | None,
     typer.Option(

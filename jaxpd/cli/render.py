@@ -70,7 +70,8 @@ def result_json(done: Result) -> dict[str, Any]:
 def summary(done: Result) -> str:
     """One line for a person: how much came, why it ended, how fast."""
     usage, timings = done.usage, done.timings
-    parts = [f"{usage.prompt_tokens} + {usage.completion_tokens} tokens", f"ended by {done.finish_reason}"]
+    cached = f" ({usage.cached_tokens} cached)" if usage.cached_tokens else ""
+    parts = [f"{usage.prompt_tokens}{cached} + {usage.completion_tokens} tokens", f"ended by {done.finish_reason}"]
     if timings.ttft_s is not None:
         parts.append(f"first token after {seconds(timings.ttft_s)}")
     if timings.transfer_s is not None:

@@ -50,6 +50,7 @@ def serve(
     kv_memory: options.KvMemory = None,
     max_queued_requests: options.MaxQueuedRequests = EngineConfig.max_queued_requests,
     dtype: options.Dtype = None,
+    prefix_cache: options.PrefixCache = None,
     kernels: options.Kernels = None,
     seed: Annotated[
         int,
@@ -76,6 +77,7 @@ def serve(
         kv_memory=kv_memory,
         max_queued_requests=max_queued_requests,
         dtype=dtype,
+        prefix_cache=prefix_cache,
         kernels=kernels,
         seed=seed,
         compile_cache=compile_cache,

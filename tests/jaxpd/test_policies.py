@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxpd.policies.admission import Need, Room, admit, choose_replica
+from jaxpd.policies.admission import Admission, Need, admit
 from jaxpd.policies.batching import POLICIES, Batch, Candidate, Policy, decoupled, interleaved, stall_free
+from jaxpd.policies.placement import Place
 
 
 def prompt(left: int) -> Candidate:
@@ -76,25 +77,31 @@ def test_batches_are_within_their_bounds_and_never_idle_without_reason(
         assert batches
 
 
-def room(pages: int, slots: int = 4, load: int = 0) -> Room:
-    return Room(free_pages=pages, free_slots=slots, load=load)
+def place(room: int, *, hit: int = 0, load: float = 0) -> Place:
+    return Place(hit_pages=hit, room=room, free_slots=4, load=load, last_chosen=0)
 
 
-def test_the_least_loaded_replica_with_room_is_chosen() -> None:
-    assert choose_replica([room(9, load=2), room(9, load=1), room(1)], 5) == 1
-    assert choose_replica([room(5), room(9)], 5) == 1
-    assert choose_replica([room(9, slots=0), room(4)], 5) is None
+def need(prefill: int, decode: int, prompt: int) -> Need:
+    return Need(prefill_pages=prefill, decode_pages=decode, prompt_pages=prompt, staged_page_bytes=50)
+
+
+FREE: dict[str, Any] = {"prefill_hit_value": 16, "staging_free": 1000, "staging_in_use": 0}
 
 
 def test_no_decode_reservation_no_prefill() -> None:
-    need = Need(prefill_pages=2, decode_pages=4, staging_bytes=100)
-    free = {"staging_free": 1000, "staging_in_use": 0}
-    assert admit(need, [room(9)], [room(3), room(4)], **free) == (0, 1)
-    assert admit(need, [room(9)], [room(3)], **free) is None
-    assert admit(need, [room(1)], [room(9)], **free) is None
+    asked = need(2, 4, 2)
+    assert admit(asked, [place(9)], [place(3), place(4)], **FREE) == Admission(0, 1, 100)
+    assert admit(asked, [place(9)], [place(3)], **FREE) is None
+    assert admit(asked, [place(1)], [place(9)], **FREE) is None
+
+
+def test_pages_that_the_decode_replica_has_are_neither_sent_nor_staged() -> None:
+    assert admit(need(4, 5, 4), [place(9)], [place(9), place(2, hit=3)], **FREE) == Admission(0, 1, 50)
+    busy = place(2, hit=3, load=1)
+    assert admit(need(4, 5, 4), [place(9)], [place(9), busy], **FREE) == Admission(0, 0, 200)
 
 
 def test_the_staging_bound_holds_back_but_never_the_only_one() -> None:
-    need = Need(prefill_pages=1, decode_pages=1, staging_bytes=100)
-    assert admit(need, [room(9)], [room(9)], staging_free=99, staging_in_use=1) is None
-    assert admit(need, [room(9)], [room(9)], staging_free=99, staging_in_use=0) == (0, 0)
+    few = FREE | {"staging_free": 99}
+    assert admit(need(2, 2, 2), [place(9)], [place(9)], **few | {"staging_in_use": 1}) is None
+    assert admit(need(2, 2, 2), [place(9)], [place(9)], **few) == Admission(0, 0, 100)

@@ -6,6 +6,7 @@ import itertools
 
 import pytest
 
+from jaxpd.cache.keys import Chain
 from jaxpd.request import FinishReason, Request, SamplingParams
 from jaxpd.sequence import TRANSITIONS, Sequence, State
 
@@ -13,7 +14,7 @@ from jaxpd.sequence import TRANSITIONS, Sequence, State
 def sequence(**params: object) -> Sequence:
     options = SamplingParams(**{"max_tokens": 3, "seed": 0, **params})  # type: ignore[arg-type]
     request = Request(request_id="r", prompt_ids=(1, 2), params=options, arrival_s=0.0)
-    return Sequence(request=request, eos_ids=frozenset({9}))
+    return Sequence(request=request, eos_ids=frozenset({9}), chain=Chain(16))
 
 
 @pytest.mark.parametrize(("start", "end"), list(itertools.product(State, State)))

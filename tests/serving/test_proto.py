@@ -81,7 +81,7 @@ UNDERSTOOD = Understood(
 )
 FINISHED = Finished(
     reason=FinishReason.STOP,
-    usage=Usage(prompt_tokens=2, completion_tokens=3),
+    usage=Usage(prompt_tokens=2, completion_tokens=3, cached_tokens=1),
     timings=Timings(**{f.name: float(i) if i % 2 else None for i, f in enumerate(dataclasses.fields(Timings))}),
     stop_token_id=0,
 )

@@ -106,7 +106,8 @@ def test_one_json_object_on_stdout(server: Server) -> None:
     answer = json.loads(done.stdout)
     assert answer.keys() == {"token_ids", "text", "finish_reason", "usage", "timings"}
     assert len(answer["token_ids"]) == 5 == answer["usage"]["completion_tokens"]
-    assert answer["usage"].keys() == {"prompt_tokens", "completion_tokens"} and answer["usage"]["prompt_tokens"] > 0
+    assert answer["usage"].keys() == {"prompt_tokens", "completion_tokens", "cached_tokens"}
+    assert answer["usage"]["prompt_tokens"] > 0
     assert answer["finish_reason"] == "length"
     assert answer["timings"].keys() == TIMINGS and answer["timings"]["transfer_s"] > 0
     plain = run(
