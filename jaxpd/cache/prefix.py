@@ -13,7 +13,7 @@ The life of one page (refs: how many leases hold it; key: under which it is foun
 
 `forget` takes all keys away: EVICTABLE pages become FREE, SHARED ones OWNED (by more than one lease, perhaps).
 
-Invariants (tests/jaxpd/test_prefix_cache.py compares them with a naive model):
+Invariants (tests/jaxpd/test_prefix_cache_model.py compares every state with a naive model's):
 
 1. Every page is in one state; free + in use + evictable = num_pages. A page with refs > 0 is never evicted.
 2. A page with a key is full and nobody writes to it: a lease writes only behind its hit and what it has committed.
