@@ -220,9 +220,9 @@ def markdown(rows: list[dict[str, Any]], about: dict[str, Any]) -> str:
     return "\n".join([
         "# Roofline of the compiled `forward`", "",
         f"Counted from programs compiled on a {about['name']} ({versions}, {about['date']})",
-        f"by `benchmarks/roofline.py`; nothing ran on a TPU. Decode: every row at {CONTEXT} tokens. Prefill: one prompt",
-        "that fills the bucket. Figures of one device. The bound is what the chip's peaks allow for these bytes and",
-        "FLOPs, not a measured time.", "",
+        f"by `benchmarks/roofline.py`; nothing ran on a TPU. Decode: every row at {CONTEXT} tokens. Prefill: one",
+        "prompt that fills the bucket. Figures of one device. The bound is what the chip's peaks allow for these bytes",
+        "and FLOPs, not a measured time.", "",
         *table(header, lines), "",
     ])  # fmt: skip
 
