@@ -41,6 +41,8 @@ def test_version_and_help() -> None:
         (
             "generate",
             "--prompt --prompt-ids --chat --prompt-file --max-tokens --temperature --seed --ignore-eos "
+            "--top-k --top-p --min-p --repetition-penalty --presence-penalty --frequency-penalty --logit-bias "
+            "--min-tokens --logprobs "
             "--prefill-mesh --decode-mesh --server --json --max-model-len --page-size --max-num-seqs "
             "--max-num-batched-tokens --kv-memory --dtype --compile-cache",
         ),
@@ -71,6 +73,14 @@ def test_help_shows_defaults() -> None:
         (["generate", "--prompt", "a", "--temperature", "-1"], "temperature=-1.0 must be between 0"),
         (["generate", "--prompt", "a", "--temperature", "nan"], "temperature=nan must be between 0"),
         (["generate", "--prompt", "a", "--seed", "-5"], "seed=-5 must be between 0"),
+        (["generate", "--prompt", "a", "--top-p", "0"], "top_p=0.0 must be above 0"),
+        (["generate", "--prompt", "a", "--min-tokens", "200"], "min_tokens=200 must be between 0 and max_tokens"),
+        (["generate", "--prompt", "a", "--logprobs", "21", "--json"], "logprobs=21 must be between 0 and 20"),
+        (["generate", "--prompt", "a", "--logprobs", "2"], "--logprobs 2 is shown in JSON only; add --json"),
+        (["generate", "--prompt", "a", "--logit-bias", "5=1"], "--logit-bias: '5=1' is not ID:BIAS"),
+        (["generate", "--prompt", "a", "--logit-bias", "5:1,5:2"], "--logit-bias names token 5 twice"),
+        (["generate", "--prompt", "a", "--logit-bias", "5:101"], "logit_bias holds 101.0 for token 5"),
+        (["generate", "--prompt", "a", "--server", "h:1", "--top-k", "4"], "--top-k cannot go with --server h:1"),
         (["generate", "--prompt", "a", "--server", "somewhere"], "--server somewhere must be HOST:PORT"),
         (
             ["generate", "--prompt", "a", "--server", "h:1", "--prefill-mesh", "8x1"],
