@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import pathlib
 import re
 import sys
@@ -10,8 +11,9 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
-from jaxpd.cli import backends, generate, main
+from jaxpd.cli import backends, generate, main, render
 from jaxpd.errors import InvalidArgument, ResourceExhausted
+from jaxpd.request import FinishReason, SamplingParams, Timings, TokenLogprobs, Usage
 from jaxpd.version import __version__
 
 
@@ -127,6 +129,24 @@ def test_errors_end_as_one_message(monkeypatch: pytest.MonkeyPatch, error: BaseE
     assert says in result.stderr and "Traceback" not in result.stderr
     with_debug = run("--debug", "generate", "--prompt", "a")
     assert with_debug.exit_code == code and "Traceback" in with_debug.stderr and says in with_debug.stderr
+
+
+def test_what_is_sent_to_a_server_is_what_its_request_has_a_field_for() -> None:
+    """Any other option beside --server is refused and never left out in silence."""
+    from serving.messages import GenerateRequest
+
+    asked = {field.name for field in dataclasses.fields(SamplingParams)}
+    assert asked & {field.name for field in dataclasses.fields(GenerateRequest)} == backends.SENT
+
+
+def test_json_has_logprobs_where_they_were_asked_for() -> None:
+    usage = Usage(prompt_tokens=1, completion_tokens=1)
+    logprob = TokenLogprobs(logprob=-0.5, top=((7, -0.25), (5, -0.5)))
+    done = render.Result((5,), "a", FinishReason.LENGTH, usage, Timings(), logprobs=(logprob,))
+    assert render.result_json(done)["logprobs"] == [
+        {"logprob": -0.5, "top": [{"token_id": 7, "logprob": -0.25}, {"token_id": 5, "logprob": -0.5}]}
+    ]
+    assert "logprobs" not in render.result_json(dataclasses.replace(done, logprobs=None))
 
 
 def test_ids_stand_in_for_text_that_a_model_without_tokenizer_cannot_give() -> None:
