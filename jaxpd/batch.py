@@ -37,6 +37,7 @@ class BatchShape:
             ("output_index", self.rows),
             ("seeds", self.rows),
             ("temperatures", self.rows),
+            ("flags", self.rows),
             ("token_ids", self.tokens),
             ("page_table", self.rows * self.table),
         ):
@@ -50,6 +51,11 @@ class BatchShape:
         offset, length = self.fields()["page_table"]
         return offset + length
 
+    @property
+    def head(self) -> BatchShape:
+        """What is packed first and is all that `sample` reads: the same for all buckets of as many rows."""
+        return BatchShape(0, self.rows, 0)
+
     def __str__(self) -> str:
         return f"decode_b{self.rows}" if self.rows == self.tokens else f"prefill_t{self.tokens}"
 
@@ -59,7 +65,8 @@ class Row:
     """One sequence's part of a step. `token_ids[i]` < 0 means: take the last sampled token of slot -1 - value.
 
     `context_len` counts the tokens in the cache once this step has written. `slot` is where the sampled token is kept
-    (out of range: nowhere), `output_index` is the index of the token that this step samples.
+    (out of range: nowhere), `output_index` is the index of the token that this step samples. `flags` are the options
+    (`slot_options.Flag`) that the sampling of this row uses; 0 where what the row samples is dropped.
     """
 
     token_ids: Seq[int] | np.ndarray
@@ -69,6 +76,7 @@ class Row:
     output_index: int
     seed: int
     temperature: float
+    flags: int = 0
 
 
 def from_slot(slot: int) -> int:
@@ -95,6 +103,8 @@ def pack(shape: BatchShape, replicas: Seq[Seq[Row]]) -> np.ndarray:
             view["output_index"][i] = row.output_index
             seeds[i] = row.seed
             temperatures[i] = row.temperature
+            if row.flags:
+                view["flags"][i] = row.flags
             view["token_ids"][start : start + count] = row.token_ids
             table[i, : len(row.pages)] = row.pages
             start += count
@@ -112,6 +122,7 @@ class StepInputs(NamedTuple):
     output_index: jax.Array  # [B] int32
     seeds: jax.Array  # [B] uint32
     temperatures: jax.Array  # [B] float32
+    flags: jax.Array  # [B] int32
     token_ids: jax.Array  # [T] int32
     page_table: jax.Array  # [B, N] int32
 
@@ -127,6 +138,7 @@ def unpack(shape: BatchShape, packed_M: jax.Array) -> StepInputs:
         output_index=parts["output_index"],
         seeds=jax.lax.bitcast_convert_type(parts["seeds"], jnp.uint32),
         temperatures=jax.lax.bitcast_convert_type(parts["temperatures"], jnp.float32),
+        flags=parts["flags"],
         token_ids=parts["token_ids"],
         page_table=parts["page_table"].reshape(shape.rows, shape.table),
     )

@@ -1,6 +1,7 @@
 """The device side of a pool: its arrays and the calls that run its programs. Dispatch only; nothing here waits.
 
-Owned by the pool's thread. `pages` and `last_tokens` are donated to every program that changes them.
+Owned by the pool's thread. `pages`, `last_tokens`, `options` and `counts` are donated to every program that changes
+them.
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ from jax.sharding import PartitionSpec as P
 
 from jaxpd.batch import BatchShape, Row, pack
 from jaxpd.programs import Programs, ProgramSpec, page_pieces
-from meshes.sharding import DATA, replica_mesh, replica_view, shards_of, with_replica
+from jaxpd.sampling import Sampled
+from jaxpd.slot_options import NO_TOKEN, Flag
+from meshes.sharding import DATA, MODEL, replica_mesh, replica_view, shards_of, with_replica
 from meshes.transfer.in_process import Staging
 
 
@@ -25,19 +28,49 @@ class PoolDevice:
         self.params = params
         self.programs = programs
         self._packed = spec.on(P(DATA))
+        self._counts = spec.on(P(DATA, MODEL))
         self._ids = [spec.on(P(), replica_mesh(spec.mesh, r)) for r in range(spec.replicas)]
-        self.pages, self.last_tokens = spec.new_state()
+        self.reset()
 
     def reset(self) -> None:
-        """A fresh page pool, after an error may have taken the old one."""
+        """A fresh page pool and fresh slots: at the start, and after an error may have taken the old ones."""
         self.pages, self.last_tokens = self.spec.new_state()
+        self.options, self.counts = self.spec.new_slots()
 
-    def step(self, shape: BatchShape, replicas: Sequence[Sequence[Row]]) -> jax.Array:
-        """Dispatches forward and sample of one batch; the sampled tokens [R, B] int32, still on their way."""
-        packed = jax.device_put(pack(shape, replicas), self._packed)
-        logits, self.pages = self.programs.forward[shape](self.params, self.pages, self.last_tokens, packed)
-        tokens, self.last_tokens = self.programs.sample[shape](logits, self.last_tokens, packed)
-        return tokens
+    def step(self, shape: BatchShape, replicas: Sequence[Sequence[Row]]) -> Sampled:
+        """Dispatches forward, sample and what options need of one batch; the result, [R, B], is still on its way."""
+        packed = pack(shape, replicas)
+        on_device = jax.device_put(packed, self._packed)
+        logits, self.pages = self.programs.forward[shape](self.params, self.pages, self.last_tokens, on_device)
+        start, length = shape.fields()["flags"]
+        flags = Flag(int(np.bitwise_or.reduce(packed[:, start : start + length], axis=None)))
+        if not flags:
+            tokens, self.last_tokens = self.programs.sample[shape](logits, self.last_tokens, on_device)
+            return Sampled(tokens, None)
+        head = jax.device_put(np.ascontiguousarray(packed[:, : shape.head.packed_len]), self._packed)
+        changed = logits
+        if flags.needs_slot:
+            changed = self.programs.apply[shape.rows](logits, self.options, self.counts, head)
+        tokens, self.last_tokens = self.programs.sample[shape](changed, self.last_tokens, on_device)
+        if not flags & (Flag.COUNT | Flag.LOGPROBS):
+            return Sampled(tokens, None)
+        self.counts, logprobs = self.programs.account[shape.rows](logits, tokens, self.counts, head)
+        return Sampled(tokens, logprobs if flags & Flag.LOGPROBS else None)
+
+    def set_slot(self, replica: int, slot: int, options_K: np.ndarray, counts_V: np.ndarray | None) -> None:
+        """Dispatches writes of what a sequence asks of sampling (rows of `jaxpd.slot_options`) into its slot.
+
+        `counts_V` is None for a sequence without penalties.
+        """
+        rows_RK = np.full((self.spec.replicas, 1 + len(options_K)), NO_TOKEN, np.int32)  # a slot out of range: nowhere
+        rows_RK[replica] = (slot, *options_K)
+        self.options = self.programs.set_row["options"](self.options, jax.device_put(rows_RK, self._packed))
+        if counts_V is None:
+            return
+        counts_RV = np.zeros((self.spec.replicas, len(counts_V)), np.uint16)
+        counts_RV[replica] = counts_V
+        slots_R = jax.device_put(np.ascontiguousarray(rows_RK[:, 0]), self._packed)
+        self.counts = self.programs.set_row["counts"](self.counts, slots_R, jax.device_put(counts_RV, self._counts))
 
     def gather(self, replica: int, page_ids: np.ndarray) -> list[Staging]:
         """Dispatches copies of pages of one replica into staging, in the pieces of `page_pieces`."""

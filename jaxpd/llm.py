@@ -27,6 +27,7 @@ from jaxpd.request import (
     Request,
     SamplingParams,
     Timings,
+    TokenLogprobs,
     TokensEvent,
     Usage,
 )
@@ -39,7 +40,10 @@ Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]  # text, token ids or
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Completion:
-    """One finished answer. `token_ids` are complete (EOS and stop tokens included); `text` hides special tokens."""
+    """One finished answer. `token_ids` are complete (EOS and stop tokens included); `text` hides special tokens.
+
+    `logprobs` has one entry a token where the request asked for them.
+    """
 
     request_id: str
     prompt_ids: tuple[int, ...]
@@ -50,14 +54,16 @@ class Completion:
     usage: Usage
     timings: Timings
     error: JaxpdError | None = None
+    logprobs: tuple[TokenLogprobs, ...] | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Delta:
-    """New tokens and the text that became safe to show."""
+    """New tokens, their log probabilities where asked for, and the text that became safe to show."""
 
     token_ids: tuple[int, ...]
     text: str
+    logprobs: tuple[TokenLogprobs, ...] | None = None
 
 
 class LLM:
@@ -163,6 +169,7 @@ class LLM:
         events = self._queues[request.request_id]
         text = TextStream(self.tokenizer, stop=request.params.stop)
         token_ids: list[int] = []
+        logprobs: list[TokenLogprobs] = []
         stopped = False
         while True:
             event = events.get()
@@ -170,7 +177,8 @@ class LLM:
                 if stopped:
                     continue  # tokens that were on their way when a stop string ended it
                 token_ids.extend(event.token_ids)
-                yield Delta(token_ids=event.token_ids, text=text.push(event.token_ids))
+                logprobs.extend(event.logprobs or ())
+                yield Delta(token_ids=event.token_ids, text=text.push(event.token_ids), logprobs=event.logprobs)
                 if text.stopped:
                     stopped = True
                     self.engine.abort(request.request_id)
@@ -189,6 +197,7 @@ class LLM:
                     usage=dataclasses.replace(event.usage, completion_tokens=len(token_ids)),
                     timings=event.timings,
                     error=event.error,
+                    logprobs=None if request.params.logprobs is None else tuple(logprobs),
                 )
                 return
 

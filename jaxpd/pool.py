@@ -32,8 +32,10 @@ from jaxpd.errors import Internal, JaxpdError
 from jaxpd.limits import PoolLimits
 from jaxpd.policies.batching import Batch, Candidate, Policy, stall_free
 from jaxpd.policies.placement import Place
-from jaxpd.request import Event, FinishReason, TokensEvent
+from jaxpd.request import Event, FinishReason, TokenLogprobs, TokensEvent
+from jaxpd.sampling import Logprobs, Sampled
 from jaxpd.sequence import Sequence, State
+from jaxpd.slot_options import Flag, counts_row
 from meshes.transfer.in_process import Staging
 
 log = logging.getLogger(__name__)
@@ -66,7 +68,7 @@ class Owner(Protocol):
 class _InFlight:
     """A dispatched step: which sequences sample in which row, and the staging gathered behind it."""
 
-    tokens: jax.Array  # [R, B] int32
+    sampled: Sampled  # [R, B]
     sampling: list[tuple[int, int, Sequence]]
     staged: dict[Sequence, list[Staging]]
 
@@ -88,6 +90,7 @@ class Pool:
         self._last_chosen = [0] * limits.spec.dp
         self._running: list[list[Sequence]] = [[] for _ in self.spaces]
         self._waiting: deque[Sequence] = deque()
+        self._slot_users: dict[tuple[int, int], PrefixLease] = {}  # (replica, slot): whose options the device has there
         self._staged: set[Sequence] = set()  # last chunk dispatched, first token not read yet
         self._inbox: queue.SimpleQueue[tuple] = queue.SimpleQueue()
         self._closing = False
@@ -256,17 +259,17 @@ class Pool:
         sampling: list[tuple[int, int, Sequence]] = []
         last_chunks: list[tuple[int, Sequence]] = []
         for r, work in enumerate(chosen):
-            rows.append([self._row(seq, count) for seq, count in work])
+            rows.append([self._row(r, seq, count) for seq, count in work])
             for i, (seq, _) in enumerate(work):
                 if not seq.prompt_left:
                     if self.role == "prefill":
                         last_chunks.append((r, seq))
                     seq.sampled += 1
                     sampling.append((r, i, seq))
-        tokens = self.device.step(self._shape(rows), rows)
-        return _InFlight(tokens, sampling, {seq: self._stage(r, seq) for r, seq in last_chunks})
+        sampled = self.device.step(self._shape(rows), rows)
+        return _InFlight(sampled, sampling, {seq: self._stage(r, seq) for r, seq in last_chunks})
 
-    def _row(self, seq: Sequence, count: int) -> Row:
+    def _row(self, replica: int, seq: Sequence, count: int) -> Row:
         """The row of a sequence in the next step, and its counters moved on."""
         lease = self._lease(seq)
         if seq.prompt_left:
@@ -278,6 +281,9 @@ class Pool:
         seq.cached += count
         lease.commit(seq.cached)  # what has been dispatched is there for whoever is dispatched later
         params = seq.request.params
+        flags = 0 if seq.prompt_left else seq.flags
+        if flags and seq.options is not None:
+            self._set_slot(replica, lease, seq)
         return Row(
             token_ids=token_ids,
             context_len=seq.cached,
@@ -286,7 +292,23 @@ class Pool:
             output_index=seq.sampled,
             seed=params.seed or 0,
             temperature=params.temperature,
+            flags=flags,
         )
+
+    def _set_slot(self, replica: int, lease: PrefixLease, seq: Sequence) -> None:
+        """Before the first sampling in a slot: the device gets the options, and the counts of all that was said.
+
+        From then on the device counts what it samples itself. All outputs are known here at that time: there are none,
+        or the sequence comes from another slot, and its last token was read before it left that.
+        """
+        if self._slot_users.get((replica, lease.slot)) is lease:
+            return
+        assert seq.options is not None and len(seq.outputs) == seq.sampled
+        counts = None
+        if seq.flags & Flag.COUNT:
+            counts = counts_row(seq.request.prompt_ids, seq.outputs, self.device.spec.layout.padded_vocab)
+        self.device.set_slot(replica, lease.slot, seq.options, counts)
+        self._slot_users[replica, lease.slot] = lease
 
     def _shape(self, rows: list[list[Row]]) -> BatchShape:
         most_rows = max(len(replica) for replica in rows)
@@ -313,7 +335,10 @@ class Pool:
 
     def _complete(self, step: _InFlight) -> None:
         """Reads a step's tokens; ends, hands off or goes on with each sequence that sampled one."""
-        tokens = np.asarray(step.tokens)
+        tokens = np.asarray(step.sampled.tokens_B)
+        logprobs = step.sampled.logprobs
+        if logprobs is not None:
+            logprobs = jax.device_get(logprobs)
         events: list[Event] = []
         leaving: list[Sequence] = []
         for r, i, seq in step.sampling:
@@ -323,7 +348,14 @@ class Pool:
             token = int(tokens[r, i])
             index = len(seq.outputs)
             ended = seq.add_output(token)
-            events.append(TokensEvent(request_id=seq.request_id, first_index=index, token_ids=(token,)))
+            events.append(
+                TokensEvent(
+                    request_id=seq.request_id,
+                    first_index=index,
+                    token_ids=(token,),
+                    logprobs=_logprobs(logprobs, r, i, seq.request.params.logprobs),
+                )
+            )
             if ended is not None:
                 events.append(self._end(seq, ended[0], stop_token=ended[1]))
             elif seq.abort_requested:
@@ -354,6 +386,7 @@ class Pool:
         self.device.reset()
         for space in self.spaces:
             space.forget()
+        self._slot_users.clear()
         self.owner.emit(events)
 
     def _lease(self, seq: Sequence) -> PrefixLease:
@@ -363,6 +396,16 @@ class Pool:
 
     def _pages_for(self, tokens: int) -> int:
         return -(-tokens // self.device.spec.page_size)
+
+
+def _logprobs(read: Logprobs | None, replica: int, row: int, asked: int | None) -> tuple[TokenLogprobs, ...] | None:
+    """What one row's request asked for of the log probabilities of a step, read to the host."""
+    if read is None or asked is None:
+        return None
+    top_N, ids_N = read.top_BN[replica, row, :asked], read.top_ids_BN[replica, row, :asked]
+    # a vocabulary smaller than `asked` is followed by its padding, which is impossible
+    top = tuple((int(t), float(p)) for t, p in zip(ids_N, top_N, strict=True) if p > -np.inf)
+    return (TokenLogprobs(logprob=float(read.sampled_B[replica, row]), top=top),)
 
 
 def _internal(what: str, error: Exception) -> Internal:

@@ -2,8 +2,16 @@
 
     forward(params, pages, last_tokens, packed)  -> logits [R, B, V], pages      (pages donated)
     sample(logits, last_tokens, packed)          -> tokens [R, B], last_tokens   (last_tokens donated)
+    apply(logits, options, counts, head)         -> logits
+    account(logits, tokens, counts, head)        -> counts, log probabilities    (counts donated)
+    set_options(options, rows [R, 1 + K])        -> options                      (donated; a row begins with its slot)
+    set_counts(counts, slots [R], rows [R, V])   -> counts                       (donated)
     gather(pages of one replica, page ids)       -> staging, one array [tp, L, N, S, W] per KV slot
     scatter(pages of one replica, ids, heads)    -> pages of that replica        (donated)
+
+`apply` runs before `sample` and `account` after it, with the model's logits, in steps in which a row has options beyond
+temperature and seed. They depend on the number of rows alone (`head` is the beginning of `packed`), so that all prompt
+buckets share them. `options` and `counts` are explained in `jaxpd.slot_options`.
 
 Everything is compiled ahead of time from shapes; serving calls the executables, so a bucket that was not compiled is
 a KeyError in a test and never a compile at run time. `forward` and `sample` run under `shard_map` over the whole mesh,
@@ -26,7 +34,8 @@ from jaxpd.batch import BatchShape, unpack
 from jaxpd.models.config import ModelConfig
 from jaxpd.models.decoder import abstract_params, merge
 from jaxpd.models.layout import ModelLayout
-from jaxpd.sampling import sample_tokens
+from jaxpd.sampling import Logprobs, account, apply_options, sample_tokens
+from jaxpd.slot_options import ROW_LEN
 from meshes.sharding import DATA, MODEL, ShardingRules, replica_mesh
 from pallas_kernels.batch import ragged_batch
 from pallas_kernels.dispatch import AUTO
@@ -35,6 +44,8 @@ from pallas_kernels.scatter_pages import scatter_pages
 
 PAGES_SPEC = P(DATA, None, None, MODEL)  # pages_RLPKSW
 STAGING_SPEC = P(MODEL)  # [tp, L, N, S, W]
+LOGITS_SPEC = P(DATA, None, MODEL)  # [R, B, V]
+COUNTS_SPEC = P(DATA, None, MODEL)  # counts_RSV
 PAGE_BUCKETS = (4, 16, 64)
 
 
@@ -95,13 +106,34 @@ class ProgramSpec:
 
         return jax.jit(zeros, out_shardings=(pages, last))()
 
+    @property
+    def options_shape(self) -> tuple[int, int, int]:
+        """options_RSK, int32."""
+        return self.replicas, self.num_slots, ROW_LEN
+
+    @property
+    def counts_shape(self) -> tuple[int, int, int]:
+        """counts_RSV, uint16."""
+        return self.replicas, self.num_slots, self.layout.padded_vocab
+
+    def new_slots(self) -> tuple[jax.Array, jax.Array]:
+        """(options, counts): zeroed tables of what sequences ask of sampling."""
+
+        def zeros() -> tuple[jax.Array, jax.Array]:
+            return jnp.zeros(self.options_shape, jnp.int32), jnp.zeros(self.counts_shape, jnp.uint16)
+
+        return jax.jit(zeros, out_shardings=(self.on(P(DATA)), self.on(COUNTS_SPEC)))()
+
 
 @dataclasses.dataclass
 class Programs:
-    """Executables, keyed by bucket (and replica)."""
+    """Executables, keyed by bucket, by number of rows, or by replica and pages."""
 
     forward: dict[BatchShape, Callable[..., Any]] = dataclasses.field(default_factory=dict)
     sample: dict[BatchShape, Callable[..., Any]] = dataclasses.field(default_factory=dict)
+    apply: dict[int, Callable[..., Any]] = dataclasses.field(default_factory=dict)
+    account: dict[int, Callable[..., Any]] = dataclasses.field(default_factory=dict)
+    set_row: dict[str, Callable[..., Any]] = dataclasses.field(default_factory=dict)  # "options", "counts"
     gather: dict[tuple[int, int], Callable[..., Any]] = dataclasses.field(default_factory=dict)  # (replica, pages)
     scatter: dict[tuple[int, int], Callable[..., Any]] = dataclasses.field(default_factory=dict)
 
@@ -114,6 +146,11 @@ class Programs:
         for shape in spec.shapes:
             yield f"forward {shape}", task(self.forward, shape, functools.partial(_compile_forward, spec, shape))
             yield f"sample {shape}", task(self.sample, shape, functools.partial(_compile_sample, spec, shape))
+        for rows in sorted({shape.rows for shape in spec.shapes}):
+            yield f"apply b{rows}", task(self.apply, rows, functools.partial(_compile_apply, spec, rows))
+            yield f"account b{rows}", task(self.account, rows, functools.partial(_compile_account, spec, rows))
+        yield "set options", task(self.set_row, "options", functools.partial(_compile_set_options, spec))
+        yield "set counts", task(self.set_row, "counts", functools.partial(_compile_set_counts, spec))
         for replica in range(spec.replicas):
             for count in PAGE_BUCKETS:
                 key = (replica, count)
@@ -166,7 +203,7 @@ def lower_forward(spec: ProgramSpec, shape: BatchShape) -> jax.stages.Lowered:
         return logits_BV[None], pages_LPKSW[None]
 
     in_specs = (param_specs, PAGES_SPEC, P(DATA), P(DATA))
-    out_specs = (P(DATA, None, MODEL), PAGES_SPEC)
+    out_specs = (LOGITS_SPEC, PAGES_SPEC)
     mapped = jax.shard_map(local, mesh=spec.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
     args = (
         {path: _shaped(p.shape, spec.dtype, spec.on(param_specs[path])) for path, p in abstract.items()},
@@ -191,7 +228,7 @@ def _compile_sample(spec: ProgramSpec, shape: BatchShape) -> Callable[..., Any]:
         last_S = last_1S[0].at[step.slots].set(tokens_B, mode="drop")
         return tokens_B[None], last_S[None]
 
-    in_specs = (P(DATA, None, MODEL), P(DATA), P(DATA))
+    in_specs = (LOGITS_SPEC, P(DATA), P(DATA))
     out_specs = (P(DATA), P(DATA))
     mapped = jax.shard_map(local, mesh=spec.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
     args = (
@@ -201,6 +238,80 @@ def _compile_sample(spec: ProgramSpec, shape: BatchShape) -> Callable[..., Any]:
     )
     out = tuple(spec.on(s) for s in out_specs)
     return jax.jit(mapped, donate_argnums=1, out_shardings=out).lower(*args).compile()
+
+
+def _head_args(spec: ProgramSpec, rows: int) -> dict[str, jax.ShapeDtypeStruct]:
+    """Abstract arguments of `apply` and `account`."""
+    head = BatchShape(0, rows, 0)
+    return {
+        "logits": _shaped((spec.replicas, rows, spec.layout.padded_vocab), jnp.float32, spec.on(LOGITS_SPEC)),
+        "tokens": _shaped((spec.replicas, rows), jnp.int32, spec.on(P(DATA))),
+        "options": _shaped(spec.options_shape, jnp.int32, spec.on(P(DATA))),
+        "counts": _shaped(spec.counts_shape, jnp.uint16, spec.on(COUNTS_SPEC)),
+        "head": _shaped((spec.replicas, head.packed_len), jnp.int32, spec.on(P(DATA))),
+    }
+
+
+def _compile_apply(spec: ProgramSpec, rows: int) -> Callable[..., Any]:
+    vocab = {"vocab_size": spec.config.vocab_size, "tp": spec.layout.tp}
+
+    def local(logits_1BV: jax.Array, options_1SK: jax.Array, counts_1SV: jax.Array, head_1M: jax.Array) -> jax.Array:
+        step = unpack(BatchShape(0, rows, 0), head_1M[0])
+        return apply_options(logits_1BV[0], step, options_1SK[0], counts_1SV[0], **vocab)[None]
+
+    in_specs = (LOGITS_SPEC, P(DATA), COUNTS_SPEC, P(DATA))
+    mapped = jax.shard_map(local, mesh=spec.mesh, in_specs=in_specs, out_specs=LOGITS_SPEC, check_vma=False)
+    args = _head_args(spec, rows)
+    lowered = jax.jit(mapped, out_shardings=spec.on(LOGITS_SPEC)).lower(
+        args["logits"], args["options"], args["counts"], args["head"]
+    )
+    return lowered.compile()
+
+
+def _compile_account(spec: ProgramSpec, rows: int) -> Callable[..., Any]:
+    vocab = {"vocab_size": spec.config.vocab_size, "tp": spec.layout.tp}
+
+    def local(
+        logits_1BV: jax.Array, tokens_1B: jax.Array, counts_1SV: jax.Array, head_1M: jax.Array
+    ) -> tuple[jax.Array, Logprobs]:
+        step = unpack(BatchShape(0, rows, 0), head_1M[0])
+        counts_SV, logprobs = account(logits_1BV[0], tokens_1B[0], step, counts_1SV[0], **vocab)
+        return counts_SV[None], Logprobs(*(x[None] for x in logprobs))
+
+    in_specs, out_specs = (LOGITS_SPEC, P(DATA), COUNTS_SPEC, P(DATA)), (COUNTS_SPEC, P(DATA))
+    mapped = jax.shard_map(local, mesh=spec.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+    args = _head_args(spec, rows)
+    out = tuple(spec.on(s) for s in out_specs)
+    lowered = jax.jit(mapped, donate_argnums=2, out_shardings=out).lower(
+        args["logits"], args["tokens"], args["counts"], args["head"]
+    )
+    return lowered.compile()
+
+
+def _compile_set_options(spec: ProgramSpec) -> Callable[..., Any]:
+    def local(options_1SK: jax.Array, row_1K: jax.Array) -> jax.Array:
+        return options_1SK.at[0, row_1K[0, 0]].set(row_1K[0, 1:], mode="drop")
+
+    mapped = jax.shard_map(local, mesh=spec.mesh, in_specs=P(DATA), out_specs=P(DATA), check_vma=False)
+    args = (
+        _shaped(spec.options_shape, jnp.int32, spec.on(P(DATA))),
+        _shaped((spec.replicas, 1 + ROW_LEN), jnp.int32, spec.on(P(DATA))),
+    )
+    return jax.jit(mapped, donate_argnums=0, out_shardings=spec.on(P(DATA))).lower(*args).compile()
+
+
+def _compile_set_counts(spec: ProgramSpec) -> Callable[..., Any]:
+    def local(counts_1SV: jax.Array, slot_1: jax.Array, row_1V: jax.Array) -> jax.Array:
+        return counts_1SV.at[0, slot_1[0]].set(row_1V[0], mode="drop")
+
+    in_specs = (COUNTS_SPEC, P(DATA), P(DATA, MODEL))
+    mapped = jax.shard_map(local, mesh=spec.mesh, in_specs=in_specs, out_specs=COUNTS_SPEC, check_vma=False)
+    args = (
+        _shaped(spec.counts_shape, jnp.uint16, spec.on(COUNTS_SPEC)),
+        _shaped((spec.replicas,), jnp.int32, spec.on(P(DATA))),
+        _shaped((spec.replicas, spec.counts_shape[2]), jnp.uint16, spec.on(P(DATA, MODEL))),
+    )
+    return jax.jit(mapped, donate_argnums=0, out_shardings=spec.on(COUNTS_SPEC)).lower(*args).compile()
 
 
 def _replica_args(spec: ProgramSpec, replica: int, count: int) -> tuple[Mesh, tuple, tuple]:

@@ -9,18 +9,37 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+from collections.abc import Mapping
 
 from jaxpd.errors import InvalidArgument, JaxpdError
 
 MAX_SEED = 2**32 - 1
+MAX_TOP_K = 2**31 - 1  # more than the vocabulary has keeps all of it
+MAX_LOGPROBS = 20
+MAX_LOGIT_BIASES = 300
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """How one sequence is sampled and when it stops. `seed=None` lets the gateway draw one."""
+    """How one sequence is sampled and when it stops; `jaxpd.sampling` says in which order the options work.
+
+    `seed=None` lets the gateway draw one. Penalties count the answer, `repetition_penalty` the prompt too. `logit_bias`
+    maps token ids to what is added to their logits. No EOS (unless ignored) and no stop token id comes among the first
+    `min_tokens` tokens; stop strings are not held off. `logprobs` is the number of likeliest tokens reported beside
+    each token that was sampled: 0 for its own log probability alone, None for nothing.
+    """
 
     max_tokens: int = 128
     temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = dataclasses.field(default_factory=dict, hash=False)
+    min_tokens: int = 0
+    logprobs: int | None = None
     seed: int | None = None
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
@@ -44,6 +63,43 @@ class SamplingParams:
                 )
         if any(s == "" for s in self.stop):
             raise InvalidArgument("stop holds an empty string, which would stop at once; leave it out", field="stop")
+        self._validate_options(vocab_size)
+
+    def _validate_options(self, vocab_size: int) -> None:
+        def check(field: str, fine: bool, limit: str) -> None:
+            if not fine:
+                raise InvalidArgument(f"{field}={getattr(self, field)} must be {limit}", field=field)
+
+        # written so that NaN fails
+        check("top_k", 0 <= self.top_k <= MAX_TOP_K, f"between 0 (off) and {MAX_TOP_K}")
+        check("top_p", 0.0 < self.top_p <= 1.0, "above 0 and at most 1 (off)")
+        check("min_p", 0.0 <= self.min_p <= 1.0, "between 0 (off) and 1")
+        check("repetition_penalty", 0.01 <= self.repetition_penalty <= 100.0, "between 0.01 and 100 (1 is off)")
+        check("presence_penalty", -2.0 <= self.presence_penalty <= 2.0, "between -2 and 2 (0 is off)")
+        check("frequency_penalty", -2.0 <= self.frequency_penalty <= 2.0, "between -2 and 2 (0 is off)")
+        check(
+            "min_tokens",
+            0 <= self.min_tokens <= self.max_tokens,
+            f"between 0 and max_tokens, that is {self.max_tokens}",
+        )
+        check("logprobs", self.logprobs is None or 0 <= self.logprobs <= MAX_LOGPROBS, f"between 0 and {MAX_LOGPROBS}")
+        if len(self.logit_bias) > MAX_LOGIT_BIASES:
+            raise InvalidArgument(
+                f"logit_bias holds {len(self.logit_bias)} tokens, the limit is {MAX_LOGIT_BIASES}; keep those that "
+                "matter most",
+                field="logit_bias",
+            )
+        for token, bias in self.logit_bias.items():
+            if not 0 <= token < vocab_size:
+                raise InvalidArgument(
+                    f"logit_bias holds token {token}, which is outside the vocabulary 0..{vocab_size - 1}",
+                    field="logit_bias",
+                )
+            if not -100.0 <= bias <= 100.0:
+                raise InvalidArgument(
+                    f"logit_bias holds {bias} for token {token}; a bias must be between -100 and 100",
+                    field="logit_bias",
+                )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -110,12 +166,28 @@ class Timings:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class TokenLogprobs:
+    """Natural logarithms of probabilities under the model alone, before bias, penalties, temperature and filters.
+
+    `logprob` is of the token that was sampled; `top` are the likeliest (token id, logprob), likeliest first and the
+    lower id first among equals, as many as the request asked for.
+    """
+
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class TokensEvent:
-    """New tokens of one request, in order; `first_index` is the output index of `token_ids[0]`."""
+    """New tokens of one request, in order; `first_index` is the output index of `token_ids[0]`.
+
+    `logprobs` has one entry a token where the request asked for them.
+    """
 
     request_id: str
     first_index: int
     token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...] | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

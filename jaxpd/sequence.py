@@ -25,9 +25,12 @@ import dataclasses
 import enum
 import time
 
+import numpy as np
+
 from jaxpd.cache.keys import Chain
 from jaxpd.cache.prefix import PrefixLease
 from jaxpd.request import FinishReason, Request, Timings
+from jaxpd.slot_options import flags_of, options_row
 
 
 class State(enum.Enum):
@@ -53,7 +56,10 @@ TRANSITIONS: dict[State, frozenset[State]] = {
 
 @dataclasses.dataclass(eq=False)
 class Sequence:
-    """One sample of one request. Counters are in tokens; times are `time.monotonic()` seconds."""
+    """One sample of one request. Counters are in tokens; times are `time.monotonic()` seconds.
+
+    Raises InvalidArgument for options that the device has no room for.
+    """
 
     request: Request
     eos_ids: frozenset[int]
@@ -70,6 +76,16 @@ class Sequence:
     staging_bytes: int = 0
     abort_requested: bool = False
     times: dict[str, float] = dataclasses.field(default_factory=dict)
+    flags: int = dataclasses.field(init=False)  # slot_options.Flag: what its samplings use
+    options: np.ndarray | None = dataclasses.field(init=False, default=None)  # its row, where they need one
+
+    def __post_init__(self) -> None:
+        params = self.request.params
+        flags = flags_of(params)
+        self.flags = int(flags)  # operations of an enum would take microseconds a row and step
+        if flags.needs_slot:
+            ending = set(params.stop_token_ids) | (set() if params.ignore_eos else self.eos_ids)
+            self.options = options_row(params, sorted(ending))
 
     def move(self, state: State) -> None:
         """Goes to `state`. Raises RuntimeError when the table does not allow it."""

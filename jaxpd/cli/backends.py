@@ -81,7 +81,7 @@ class _Local:
 
 def _completed(completion: Any) -> Result:
     c = completion
-    return Result(tuple(c.token_ids), c.text, c.finish_reason, c.usage, c.timings, c.error)
+    return Result(tuple(c.token_ids), c.text, c.finish_reason, c.usage, c.timings, c.error, c.logprobs)
 
 
 class _Remote:
@@ -115,6 +115,21 @@ class _Remote:
                 case Finished() as end:
                     text = "".join(texts) if texts else None
                     yield Result(tuple(ids), text, end.reason, end.usage, end.timings, end.error)
+
+
+SENT = frozenset({"max_tokens", "temperature", "seed", "stop", "stop_token_ids", "ignore_eos"})
+
+
+def check_remote(params: SamplingParams, server: str) -> None:
+    """Raises InvalidArgument for an option that the protocol does not carry yet, rather than to leave it out."""
+    for field in dataclasses.fields(SamplingParams):
+        value = getattr(params, field.name)
+        if field.name not in SENT and value != getattr(SamplingParams(), field.name):
+            flag = f"--{field.name.replace('_', '-')}"
+            raise InvalidArgument(
+                f"{flag} cannot go with --server {server}: the protocol does not carry it; leave one of them out",
+                field=field.name,
+            )
 
 
 def _request(prompt: Prompt, params: SamplingParams) -> Any:

@@ -58,6 +58,57 @@ def generate(
     temperature: Annotated[
         float, typer.Option(metavar="T", help="0 takes the likeliest token.", rich_help_panel=SAMPLING)
     ] = SamplingParams.temperature,
+    top_k: Annotated[
+        int, typer.Option(metavar="K", help="Draw from the K likeliest tokens; 0 for all.", rich_help_panel=SAMPLING)
+    ] = SamplingParams.top_k,
+    top_p: Annotated[
+        float,
+        typer.Option(
+            metavar="P", help="Draw from the likeliest tokens that make up this probability.", rich_help_panel=SAMPLING
+        ),
+    ] = SamplingParams.top_p,
+    min_p: Annotated[
+        float,
+        typer.Option(
+            metavar="P", help="Draw from tokens at least P times as likely as the likeliest.", rich_help_panel=SAMPLING
+        ),
+    ] = SamplingParams.min_p,
+    repetition_penalty: Annotated[
+        float,
+        typer.Option(metavar="R", help="Above 1 avoids tokens of prompt and answer.", rich_help_panel=SAMPLING),
+    ] = SamplingParams.repetition_penalty,
+    presence_penalty: Annotated[
+        float,
+        typer.Option(metavar="X", help="Above 0 avoids tokens of the answer.", rich_help_panel=SAMPLING),
+    ] = SamplingParams.presence_penalty,
+    frequency_penalty: Annotated[
+        float,
+        typer.Option(
+            metavar="X", help="Above 0 avoids tokens of the answer, each time more.", rich_help_panel=SAMPLING
+        ),
+    ] = SamplingParams.frequency_penalty,
+    logit_bias: Annotated[
+        str | None,
+        typer.Option(
+            metavar="ID:BIAS,...",
+            help="Added to the logits of these tokens, such as 50:-100,7:2.5.",
+            show_default=False,
+            rich_help_panel=SAMPLING,
+        ),
+    ] = None,
+    min_tokens: Annotated[
+        int,
+        typer.Option(metavar="N", help="No end-of-sequence token among the first N tokens.", rich_help_panel=SAMPLING),
+    ] = SamplingParams.min_tokens,
+    logprobs: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            help="With --json: the log probability of each token, and the N likeliest beside it (0 to 20).",
+            show_default=False,
+            rich_help_panel=SAMPLING,
+        ),
+    ] = None,
     seed: Annotated[
         int | None,
         typer.Option(metavar="S", help="Makes sampling repeatable.", show_default="drawn", rich_help_panel=SAMPLING),
@@ -93,8 +144,26 @@ def generate(
     compile_cache: options.CompileCache = None,
 ) -> None:
     """Generate text from prompts, in this process or on a server."""
-    params = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed, ignore_eos=ignore_eos)
+    params = SamplingParams(
+        max_tokens=max_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        repetition_penalty=repetition_penalty,
+        presence_penalty=presence_penalty,
+        frequency_penalty=frequency_penalty,
+        logit_bias=options.parse_logit_bias(logit_bias) if logit_bias is not None else {},
+        min_tokens=min_tokens,
+        logprobs=logprobs,
+        seed=seed,
+        ignore_eos=ignore_eos,
+    )
     params.validate(vocab_size=ANY_VOCAB)
+    if logprobs is not None and not as_json:
+        raise InvalidArgument(f"--logprobs {logprobs} is shown in JSON only; add --json", field="logprobs")
+    if server is not None:
+        backends.check_remote(params, server)
     inputs = prompts.from_flags(prompt, prompt_ids, chat, prompt_file)
     engine = options.engine_fields(
         mode=mode,

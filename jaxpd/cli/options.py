@@ -52,6 +52,24 @@ def parse_token_ids(text: str, *, flag: str = "--prompt-ids") -> tuple[int, ...]
     return tuple(ids)
 
 
+def parse_logit_bias(text: str, *, flag: str = "--logit-bias") -> dict[int, float]:
+    """Token id -> bias from "50:-100,7:2.5". Raises InvalidArgument naming `flag` and the piece that is no pair."""
+    biases: dict[int, float] = {}
+    for piece in text.split(","):
+        token, _, bias = piece.partition(":")
+        try:
+            pair = int(token), float(bias)
+        except ValueError:
+            raise InvalidArgument(
+                f"{flag}: {piece.strip()!r} is not ID:BIAS; write pairs with commas, such as 50:-100,7:2.5",
+                field="logit_bias",
+            ) from None
+        if pair[0] in biases:
+            raise InvalidArgument(f"{flag} names token {pair[0]} twice; give one bias for it", field="logit_bias")
+        biases[pair[0]] = pair[1]
+    return biases
+
+
 def parse_address(text: str, *, flag: str = "--server") -> str:
     """ "host:port", checked; an IPv6 host stands in brackets. Raises InvalidArgument naming `flag`."""
     host, colon, port = text.rpartition(":")

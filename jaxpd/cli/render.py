@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxpd.errors import JaxpdError
-from jaxpd.request import FinishReason, Timings, Usage
+from jaxpd.request import FinishReason, Timings, TokenLogprobs, Usage
 
 _BYTES = ("B", "KiB", "MiB", "GiB", "TiB")
 
@@ -25,6 +25,7 @@ class Result:
     usage: Usage
     timings: Timings
     error: JaxpdError | None = None
+    logprobs: tuple[TokenLogprobs, ...] | None = None  # one a token, where asked for
 
 
 def seconds(value: float) -> str:
@@ -54,7 +55,9 @@ def amount(value: float, unit: str, *, of: float | None = None) -> str:
 
 
 def result_json(done: Result) -> dict[str, Any]:
-    """The object that `--json` prints for one prompt; `error` is there only where the request failed."""
+    """The object that `--json` prints for one prompt; `error` is there only where the request failed, `logprobs` only
+    where it asked for them.
+    """
     out: dict[str, Any] = {
         "token_ids": list(done.token_ids),
         "text": done.text,
@@ -62,6 +65,11 @@ def result_json(done: Result) -> dict[str, Any]:
         "usage": dataclasses.asdict(done.usage),
         "timings": dataclasses.asdict(done.timings),
     }
+    if done.logprobs is not None:
+        out["logprobs"] = [
+            {"logprob": token.logprob, "top": [{"token_id": i, "logprob": p} for i, p in token.top]}
+            for token in done.logprobs
+        ]
     if done.error is not None:
         out["error"] = {"code": done.error.code, "message": str(done.error)}
     return out

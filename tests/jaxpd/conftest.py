@@ -15,7 +15,7 @@ from jaxpd.checkpoints import resolve
 from jaxpd.config import EngineConfig
 from jaxpd.engine import Engine, EngineStats
 from jaxpd.progress import SilentProgress
-from jaxpd.request import Event, FinishEvent, Request, SamplingParams, TokensEvent
+from jaxpd.request import Event, FinishEvent, Request, SamplingParams, TokenLogprobs, TokensEvent
 
 
 @dataclasses.dataclass
@@ -23,6 +23,7 @@ class Answer:
     """Everything one request got, as it came."""
 
     token_ids: list[int] = dataclasses.field(default_factory=list)
+    logprobs: list[TokenLogprobs] = dataclasses.field(default_factory=list)
     finishes: list[FinishEvent] = dataclasses.field(default_factory=list)
     ended: threading.Event = dataclasses.field(default_factory=threading.Event)
 
@@ -50,6 +51,7 @@ class Running:
                 assert event.first_index == len(answer.token_ids)
                 assert not answer.finishes, "a token after the end"
                 answer.token_ids.extend(event.token_ids)
+                answer.logprobs.extend(event.logprobs or ())
                 self.on_token(event)
             else:
                 answer.finishes.append(event)

@@ -11,7 +11,9 @@ from jaxpd.batch import BatchShape, Row, from_slot, pack, unpack
 
 def row(tokens: list[int], context: int, slot: int = 0, seed: int = 0, temperature: float = 0.0) -> Row:
     pages = np.arange(-(-context // 4), dtype=np.int32) + 10 * slot
-    return Row(tokens, context, pages, slot=slot, output_index=slot + 5, seed=seed, temperature=temperature)
+    return Row(
+        tokens, context, pages, slot=slot, output_index=slot + 5, seed=seed, temperature=temperature, flags=slot * 3
+    )
 
 
 def test_unpack_reads_what_pack_wrote() -> None:
@@ -27,10 +29,20 @@ def test_unpack_reads_what_pack_wrote() -> None:
     assert step.output_index.tolist() == [6, 7, 0]
     assert step.seeds.dtype == np.uint32 and step.seeds.tolist() == [2**32 - 1, 0, 0]
     assert step.temperatures.tolist() == pytest.approx([0.7, 0, 0])
+    assert step.flags.tolist() == [3, 6, 0]
     assert step.token_ids.tolist() == [7, 8, 9, -3, 0, 0, 0, 0]
     assert step.page_table.tolist() == [[10, 11, 12, 0], [20, 0, 0, 0], [0, 0, 0, 0]]
     idle = unpack(shape, packed[1])
     assert int(idle.live_rows) == 0 and idle.query_starts.tolist() == [0] * 4
+
+
+def test_the_head_is_the_same_for_all_buckets_of_as_many_rows() -> None:
+    rows = [row([7, 8, 9], 11, slot=1, seed=5, temperature=0.7), row([from_slot(2)], 4, slot=2)]
+    small, large = BatchShape(tokens=8, rows=3, table=4), BatchShape(tokens=16, rows=3, table=3)
+    heads = [pack(shape, [rows])[0, : shape.head.packed_len] for shape in (small, large)]
+    assert small.head == large.head and (heads[0] == heads[1]).all()
+    step = unpack(small.head, jax.numpy.asarray(heads[0]))
+    assert step.slots.tolist()[:2] == [1, 2] and step.flags.tolist() == [3, 6, 0] and step.token_ids.size == 0
 
 
 def test_rows_that_do_not_fit_are_an_error_and_not_a_cut() -> None:

@@ -17,6 +17,7 @@ import pytest
 from jaxpd.device import PoolDevice
 from jaxpd.errors import InvalidArgument, ResourceExhausted, Unavailable
 from jaxpd.request import FinishReason, Request, SamplingParams
+from jaxpd.sampling import Sampled
 
 DATA = pathlib.Path(__file__).parent.parent / "data" / "tiny" / "smollm2" / "expected.json"
 PROMPTS = {p["name"]: p for p in json.loads(DATA.read_text())["prompts"]}
@@ -288,10 +289,10 @@ def test_the_hand_off_never_reads_an_array_to_the_host(
 ) -> None:
     """What is read in a whole request is its steps' tokens: one array a step and not one more for the hand-off."""
     running = started("smollm2", prefill, decode)
-    steps: list[jax.Array] = []
+    steps: list[Sampled] = []
     real = PoolDevice.step
 
-    def counted(self: PoolDevice, *args: Any) -> jax.Array:
+    def counted(self: PoolDevice, *args: Any) -> Sampled:
         steps.append(real(self, *args))
         return steps[-1]
 

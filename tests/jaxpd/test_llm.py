@@ -40,6 +40,17 @@ def test_text_and_chat_are_tokenized_as_the_tokenizer_says(llm: LLM) -> None:
     assert list(llm.generate(chat["messages"], GREEDY)[0].prompt_ids) == chat_ids
 
 
+def test_logprobs_come_with_deltas_and_completions(llm: LLM) -> None:
+    asked = SamplingParams(max_tokens=6, ignore_eos=True, logprobs=3)
+    *deltas, last = llm.stream(EXPECTED["prompts"][2]["prompt_ids"], asked)
+    assert isinstance(last, Completion) and last.logprobs is not None and len(last.logprobs) == 6
+    assert last.logprobs == tuple(lp for d in deltas for lp in d.logprobs or ())  # type: ignore[union-attr]
+    for token, logprob in zip(last.token_ids, last.logprobs, strict=True):  # greedy: the likeliest is what came
+        assert logprob.top[0] == (token, logprob.logprob) and len(logprob.top) == 3
+    without = llm.generate([EXPECTED["prompts"][2]["prompt_ids"]], GREEDY)[0]
+    assert without.logprobs is None
+
+
 def test_one_params_for_each_prompt(llm: LLM) -> None:
     params = [SamplingParams(max_tokens=n, ignore_eos=True) for n in (1, 5)]
     assert [len(a.token_ids) for a in llm.generate([[1, 2], [3]], params)] == [1, 5]

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import pathlib
+import re
+from typing import Any
 
 import jax
 import numpy as np
@@ -14,6 +17,8 @@ from jaxpd.config import EngineConfig
 from jaxpd.device import PoolDevice
 from jaxpd.programs import PAGE_BUCKETS, page_pieces
 from jaxpd.progress import SilentProgress
+from jaxpd.request import SamplingParams
+from jaxpd.slot_options import IN_PROMPT, Flag, counts_row, options_row
 from jaxpd.startup import build_pools, place
 
 PAGES = 600  # of one replica: the pool must dwarf everything else a program holds
@@ -31,9 +36,9 @@ def devices(tiny_folders: dict[str, pathlib.Path]) -> tuple[PoolDevice, ...]:
     return (*(pool.device for pool in pools),)
 
 
-def row(context: int, page: int, *, slot: int = 0, tokens: int = 1) -> Row:
+def row(context: int, page: int, *, slot: int = 0, tokens: int = 1, flags: int = 0) -> Row:
     pages = np.arange(page, page + 10, dtype=np.int32)
-    return Row([3] * tokens, context, pages, slot=slot, output_index=0, seed=0, temperature=0.0)
+    return Row([3] * tokens, context, pages, slot=slot, output_index=0, seed=0, temperature=0.0, flags=flags)
 
 
 def test_no_program_copies_the_page_pool(devices: tuple[PoolDevice, ...]) -> None:
@@ -52,6 +57,55 @@ def test_the_pool_is_updated_in_place(devices: tuple[PoolDevice, ...]) -> None:
         device.step(shape, [[row(5, 0)]] * device.spec.replicas)
         after = {s.device: s.data.unsafe_buffer_pointer() for s in device.pages.addressable_shards}
         assert before == after
+
+
+def test_counts_are_updated_in_place_and_only_where_a_row_says(devices: tuple[PoolDevice, ...]) -> None:
+    params = SamplingParams(presence_penalty=0.5)
+    for device in devices:
+        device.reset()
+        before = {s.device: s.data.unsafe_buffer_pointer() for s in device.counts.addressable_shards}
+        last, vocab = device.spec.replicas - 1, device.spec.layout.padded_vocab
+        device.set_slot(last, 2, options_row(params, []), counts_row([3, 9], [4], vocab))
+        rows = [row(5, 0, slot=2, flags=Flag.COUNT), row(6, 20, slot=1)]
+        shape = next(s for s in device.spec.shapes if s.rows >= 2)
+        token = int(device.step(shape, [[]] * last + [rows]).tokens_B[last, 0])
+        want = np.zeros(device.spec.counts_shape, np.uint16)
+        want[last, 2, [3, 9]], want[last, 2, 4] = IN_PROMPT, 1
+        want[last, 2, token] += 1
+        np.testing.assert_array_equal(device.counts, want)
+        assert before == {s.device: s.data.unsafe_buffer_pointer() for s in device.counts.addressable_shards}
+        table = ",".join(map(str, (1, *device.spec.counts_shape[1:2], vocab // device.spec.layout.tp)))
+        for program in (*device.programs.account.values(), device.programs.set_row["counts"]):
+            text = program.as_text()  # type: ignore[attr-defined]
+            assert f"u16[{table}]" in text, "the table's shape is what we look for"
+            assert not re.search(rf"= u16\[(1,)?{table.removeprefix('1,')}\]\S* copy\(", text)
+
+
+def test_without_options_a_step_is_forward_and_sample(
+    devices: tuple[PoolDevice, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device = devices[0]
+    ran: list[str] = []
+
+    def noted(name: str, program: Any, *args: Any) -> Any:
+        ran.append(name)
+        return program(*args)
+
+    def counted(name: str, table: dict) -> dict:
+        return {key: functools.partial(noted, name, program) for key, program in table.items()}
+
+    for name in ("forward", "sample", "apply", "account"):
+        monkeypatch.setattr(device.programs, name, counted(name, getattr(device.programs, name)))
+
+    def runs(flags: int) -> list[str]:
+        ran.clear()
+        device.step(device.spec.shapes[0], [[row(5, 0), row(6, 20, slot=1, flags=flags)]] * device.spec.replicas)
+        return list(ran)
+
+    assert runs(0) == ["forward", "sample"]
+    assert runs(Flag.LOGPROBS) == ["forward", "sample", "account"]
+    assert runs(Flag.FILTER) == runs(Flag.EDIT) == ["forward", "apply", "sample"]
+    assert runs(Flag.COUNT) == ["forward", "apply", "sample", "account"]
 
 
 @pytest.mark.parametrize("which", [0, 1, 2])

@@ -25,6 +25,7 @@ def inputs(rows: int, temperature: float, *, seed: int = 0, index: np.ndarray | 
         output_index=zeros if index is None else jnp.asarray(index, jnp.int32),
         seeds=jnp.full(rows, seed, jnp.uint32),
         temperatures=jnp.full(rows, temperature, jnp.float32),
+        flags=zeros,
         token_ids=zeros,
         page_table=zeros[:, None],
     )

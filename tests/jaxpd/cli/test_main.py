@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import pathlib
 import re
 import sys
@@ -10,8 +11,9 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
-from jaxpd.cli import backends, generate, main
+from jaxpd.cli import backends, generate, main, render
 from jaxpd.errors import InvalidArgument, ResourceExhausted
+from jaxpd.request import FinishReason, SamplingParams, Timings, TokenLogprobs, Usage
 from jaxpd.version import __version__
 
 
@@ -41,6 +43,8 @@ def test_version_and_help() -> None:
         (
             "generate",
             "--prompt --prompt-ids --chat --prompt-file --max-tokens --temperature --seed --ignore-eos "
+            "--top-k --top-p --min-p --repetition-penalty --presence-penalty --frequency-penalty --logit-bias "
+            "--min-tokens --logprobs "
             "--prefill-mesh --decode-mesh --server --json --max-model-len --page-size --max-num-seqs "
             "--max-num-batched-tokens --kv-memory --dtype --compile-cache",
         ),
@@ -71,6 +75,14 @@ def test_help_shows_defaults() -> None:
         (["generate", "--prompt", "a", "--temperature", "-1"], "temperature=-1.0 must be between 0"),
         (["generate", "--prompt", "a", "--temperature", "nan"], "temperature=nan must be between 0"),
         (["generate", "--prompt", "a", "--seed", "-5"], "seed=-5 must be between 0"),
+        (["generate", "--prompt", "a", "--top-p", "0"], "top_p=0.0 must be above 0"),
+        (["generate", "--prompt", "a", "--min-tokens", "200"], "min_tokens=200 must be between 0 and max_tokens"),
+        (["generate", "--prompt", "a", "--logprobs", "21", "--json"], "logprobs=21 must be between 0 and 20"),
+        (["generate", "--prompt", "a", "--logprobs", "2"], "--logprobs 2 is shown in JSON only; add --json"),
+        (["generate", "--prompt", "a", "--logit-bias", "5=1"], "--logit-bias: '5=1' is not ID:BIAS"),
+        (["generate", "--prompt", "a", "--logit-bias", "5:1,5:2"], "--logit-bias names token 5 twice"),
+        (["generate", "--prompt", "a", "--logit-bias", "5:101"], "logit_bias holds 101.0 for token 5"),
+        (["generate", "--prompt", "a", "--server", "h:1", "--top-k", "4"], "--top-k cannot go with --server h:1"),
         (["generate", "--prompt", "a", "--server", "somewhere"], "--server somewhere must be HOST:PORT"),
         (
             ["generate", "--prompt", "a", "--server", "h:1", "--prefill-mesh", "8x1"],
@@ -117,6 +129,24 @@ def test_errors_end_as_one_message(monkeypatch: pytest.MonkeyPatch, error: BaseE
     assert says in result.stderr and "Traceback" not in result.stderr
     with_debug = run("--debug", "generate", "--prompt", "a")
     assert with_debug.exit_code == code and "Traceback" in with_debug.stderr and says in with_debug.stderr
+
+
+def test_what_is_sent_to_a_server_is_what_its_request_has_a_field_for() -> None:
+    """Any other option beside --server is refused and never left out in silence."""
+    from serving.messages import GenerateRequest
+
+    asked = {field.name for field in dataclasses.fields(SamplingParams)}
+    assert asked & {field.name for field in dataclasses.fields(GenerateRequest)} == backends.SENT
+
+
+def test_json_has_logprobs_where_they_were_asked_for() -> None:
+    usage = Usage(prompt_tokens=1, completion_tokens=1)
+    logprob = TokenLogprobs(logprob=-0.5, top=((7, -0.25), (5, -0.5)))
+    done = render.Result((5,), "a", FinishReason.LENGTH, usage, Timings(), logprobs=(logprob,))
+    assert render.result_json(done)["logprobs"] == [
+        {"logprob": -0.5, "top": [{"token_id": 7, "logprob": -0.25}, {"token_id": 5, "logprob": -0.5}]}
+    ]
+    assert "logprobs" not in render.result_json(dataclasses.replace(done, logprobs=None))
 
 
 def test_ids_stand_in_for_text_that_a_model_without_tokenizer_cannot_give() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from jaxpd.cli.options import parse_address, parse_size, parse_token_ids
+from jaxpd.cli.options import parse_address, parse_logit_bias, parse_size, parse_token_ids
 from jaxpd.errors import InvalidArgument
 
 
@@ -31,6 +31,13 @@ def test_bad_sizes_name_the_flag_the_value_and_the_cure(text: str) -> None:
         parse_size(text)
     assert f"--kv-memory {text} " in str(error.value) and "512MiB" in str(error.value)
     assert error.value.field == "kv_memory"
+
+
+def test_logit_biases_are_pairs() -> None:
+    assert parse_logit_bias("50:-100, 7:2.5,8:1e1") == {50: -100.0, 7: 2.5, 8: 10.0}
+    for text in ("50", "50:", ":1", "a:1", "50:x", "5:1;6:1", ""):
+        with pytest.raises(InvalidArgument, match="--logit-bias: .* is not ID:BIAS"):
+            parse_logit_bias(text)
 
 
 def test_token_ids() -> None:
