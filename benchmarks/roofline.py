@@ -234,7 +234,7 @@ def plot(rows: list[dict[str, Any]], path: pathlib.Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(1, 2, figsize=(13, 5), sharey=True)
+    figure, axes = pyplot.subplots(1, 2, figsize=(13, 4))
     for axis, phase, ratio, what in (
         (axes[0], "decode", "byte_ratio", "bytes"),
         (axes[1], "prefill", "flop_ratio", "FLOPs"),
