@@ -29,7 +29,7 @@ from meshes.sharding import ShardingRules
 from meshes.spec import MeshSpec
 from meshes.topology import compile_only_mesh
 from pallas_kernels.batch import lanes
-from pallas_kernels.dispatch import TPU
+from pallas_kernels.names import TPU
 from pallas_kernels.ragged_paged_attention.tpu import padded_items
 from pallas_kernels.ragged_paged_attention.tpu_blocks import Sizes, choose_blocks
 

@@ -30,7 +30,7 @@ from pallas_kernels import scatter_pages as scatter_folder
 from pallas_kernels import write_pages as write_folder
 from pallas_kernels.batch import lanes, ragged_batch
 from pallas_kernels.checks import EIGHT_BIT
-from pallas_kernels.dispatch import GPU, TPU
+from pallas_kernels.names import GPU, TPU
 
 HEAD_SIZES = (64, 80, 96, 128, 256)
 GROUPS = (1, 2, 3, 4, 5, 6, 7, 8)

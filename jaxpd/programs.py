@@ -38,8 +38,8 @@ from jaxpd.sampling import Logprobs, account, apply_options, sample_tokens
 from jaxpd.slot_options import ROW_LEN
 from meshes.sharding import DATA, MODEL, ShardingRules, replica_mesh
 from pallas_kernels.batch import ragged_batch
-from pallas_kernels.dispatch import AUTO
 from pallas_kernels.gather_pages import gather_pages
+from pallas_kernels.names import AUTO
 from pallas_kernels.scatter_pages import scatter_pages
 
 PAGES_SPEC = P(DATA, None, None, MODEL)  # pages_RLPKSW

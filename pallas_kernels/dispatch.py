@@ -20,7 +20,6 @@ from pallas_kernels.names import AUTO, GPU, GPU_INTERPRET, NAMES, TPU, TPU_INTER
 
 logger = logging.getLogger(__name__)
 
-__all__ = ["AUTO", "GPU", "GPU_INTERPRET", "NAMES", "TPU", "TPU_INTERPRET", "XLA"]
 EVERYWHERE = ("cpu", "gpu", "tpu")
 
 
@@ -63,6 +62,29 @@ class Implementation:
         if call.platform not in self.platforms:
             return f"it runs on {', '.join(self.platforms)}, not on {call.platform}"
         return self.refuse(call)
+
+
+Kernel = tuple[Callable[..., Any], Callable[[Call], str | None]]  # `run`, which takes `interpret` too, and `refuse`
+
+
+def implementations(
+    xla: Callable[..., Any], *, tpu: Kernel | None = None, gpu: Kernel | None = None
+) -> tuple[Implementation, ...]:
+    """The implementations of an operation, best first, from its XLA reference and its kernels."""
+    kernels: list[Implementation] = []
+    interpreted: list[Implementation] = []
+    for platform, kernel, name, name_interpreted in (
+        ("tpu", tpu, TPU, TPU_INTERPRET),
+        ("gpu", gpu, GPU, GPU_INTERPRET),
+    ):
+        if kernel is not None:
+            run, refuse = kernel
+            what = f"the Pallas kernel for {platform.upper()}"
+            kernels.append(Implementation(name, (platform,), run, what, refuse))
+            slow = functools.partial(run, interpret=True)
+            interpreted.append(Implementation(name_interpreted, ("cpu",), slow, f"{what}, interpreted", refuse))
+    reference = Implementation(XLA, EVERYWHERE, xla, "the XLA reference, which runs everywhere")
+    return (*kernels, reference, *interpreted)
 
 
 def current_platform() -> str:

@@ -28,6 +28,7 @@ class Engine:
             max_num_seqs=options["rows"],
             max_model_len=options["max_model_len"],
             kv_memory=options["kv_memory"],
+            prefix_cache=False,  # the peers compute every prompt anew
             compile_cache=None if cache is None else pathlib.Path(cache),
         )
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.batch import lanes, ragged_batch
-from pallas_kernels.dispatch import GPU, XLA
+from pallas_kernels.names import GPU, XLA
 from pallas_kernels.ragged_paged_attention import IMPLEMENTATIONS, ragged_paged_attention
 
 from .bench import Bench, OutOfTime

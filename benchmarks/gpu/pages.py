@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.dispatch import GPU, XLA
 from pallas_kernels.gather_pages import gather_pages
+from pallas_kernels.names import GPU, XLA
 from pallas_kernels.scatter_pages import scatter_pages
 
 from .bench import Bench

@@ -23,7 +23,7 @@ from jaxpd.models.layout import ModelLayout
 from jaxpd.models.rope import apply_rope, rope_tables
 from meshes.sharding import MODEL
 from pallas_kernels.batch import RaggedBatch
-from pallas_kernels.dispatch import AUTO
+from pallas_kernels.names import AUTO
 from pallas_kernels.ragged_paged_attention import ragged_paged_attention
 from pallas_kernels.write_pages import write_pages
 

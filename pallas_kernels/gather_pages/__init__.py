@@ -2,38 +2,15 @@
 
 from __future__ import annotations
 
-import functools
-
 import jax
 
-from pallas_kernels.dispatch import (
-    AUTO,
-    EVERYWHERE,
-    GPU,
-    GPU_INTERPRET,
-    TPU,
-    TPU_INTERPRET,
-    XLA,
-    Implementation,
-    choose,
-)
+from pallas_kernels.dispatch import choose, implementations
 from pallas_kernels.gather_pages import gpu, tpu
 from pallas_kernels.gather_pages.reference import gather_pages as _xla
 from pallas_kernels.gather_pages.validate import validate
+from pallas_kernels.names import AUTO
 
-IMPLEMENTATIONS = (
-    Implementation(TPU, ("tpu",), tpu.gather_pages, "the Pallas kernel for TPU", tpu.refuse),
-    Implementation(GPU, ("gpu",), gpu.gather_pages, "TMA copies, for Hopper", gpu.refuse),
-    Implementation(XLA, EVERYWHERE, _xla, "the XLA reference, which runs everywhere"),
-    Implementation(
-        TPU_INTERPRET, ("cpu",), functools.partial(tpu.gather_pages, interpret=True),
-        "the Pallas kernel for TPU under simulated memory", tpu.refuse,
-    ),
-    Implementation(
-        GPU_INTERPRET, ("cpu",), functools.partial(gpu.gather_pages, interpret=True),
-        "the kernel for Hopper under simulated memory", gpu.refuse,
-    ),
-)  # fmt: skip
+IMPLEMENTATIONS = implementations(_xla, tpu=(tpu.gather_pages, tpu.refuse), gpu=(gpu.gather_pages, gpu.refuse))
 
 
 def gather_pages(pages_LPKSW: jax.Array, page_ids_N: jax.Array, *, implementation: str = AUTO) -> tuple[jax.Array, ...]:

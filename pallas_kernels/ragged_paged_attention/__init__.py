@@ -14,34 +14,15 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.batch import RaggedBatch
-from pallas_kernels.dispatch import (
-    AUTO,
-    EVERYWHERE,
-    GPU,
-    GPU_INTERPRET,
-    TPU,
-    TPU_INTERPRET,
-    XLA,
-    Implementation,
-    choose,
-)
+from pallas_kernels.dispatch import choose, implementations
+from pallas_kernels.names import AUTO
 from pallas_kernels.ragged_paged_attention import gpu, tpu
 from pallas_kernels.ragged_paged_attention.reference import ragged_paged_attention as _xla
 from pallas_kernels.ragged_paged_attention.validate import validate
 
-IMPLEMENTATIONS = (
-    Implementation(TPU, ("tpu",), tpu.ragged_paged_attention, "the Pallas kernel for TPU", tpu.refuse),
-    Implementation(GPU, ("gpu",), gpu.ragged_paged_attention, "the Pallas kernels for Hopper", gpu.refuse),
-    Implementation(XLA, EVERYWHERE, _xla, "the XLA reference, which runs everywhere"),
-    Implementation(
-        TPU_INTERPRET, ("cpu",), functools.partial(tpu.ragged_paged_attention, interpret=True),
-        "the Pallas kernel for TPU under simulated memory", tpu.refuse,
-    ),
-    Implementation(
-        GPU_INTERPRET, ("cpu",), functools.partial(gpu.ragged_paged_attention, interpret=True),
-        "the Pallas kernels for Hopper under simulated memory", gpu.refuse,
-    ),
-)  # fmt: skip
+IMPLEMENTATIONS = implementations(
+    _xla, tpu=(tpu.ragged_paged_attention, tpu.refuse), gpu=(gpu.ragged_paged_attention, gpu.refuse)
+)
 
 
 def ragged_paged_attention(

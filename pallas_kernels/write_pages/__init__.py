@@ -10,7 +10,8 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.batch import RaggedBatch
-from pallas_kernels.dispatch import AUTO, EVERYWHERE, TPU, TPU_INTERPRET, XLA, Implementation, choose
+from pallas_kernels.dispatch import choose, implementations
+from pallas_kernels.names import AUTO
 from pallas_kernels.write_pages import tpu
 from pallas_kernels.write_pages.reference import write_pages as _xla
 from pallas_kernels.write_pages.validate import validate
@@ -25,14 +26,7 @@ def _quantised(x_TKD: jax.Array, scale_K: jax.Array, dtype: Any) -> jax.Array:
     return jnp.clip(x_TKD, -largest, largest).astype(dtype)
 
 
-IMPLEMENTATIONS = (
-    Implementation(TPU, ("tpu",), tpu.write_pages, "the Pallas kernel for TPU", tpu.refuse),
-    Implementation(XLA, EVERYWHERE, _xla, "the XLA reference, which runs everywhere"),
-    Implementation(
-        TPU_INTERPRET, ("cpu",), functools.partial(tpu.write_pages, interpret=True),
-        "the Pallas kernel for TPU under simulated memory", tpu.refuse,
-    ),
-)  # fmt: skip
+IMPLEMENTATIONS = implementations(_xla, tpu=(tpu.write_pages, tpu.refuse))
 
 
 def write_pages(

@@ -15,8 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.dispatch import GPU_INTERPRET, Call
+from pallas_kernels.dispatch import Call
 from pallas_kernels.gpu_pages import MIN_JAX
+from pallas_kernels.names import GPU_INTERPRET
 from pallas_kernels.ragged_paged_attention import gpu, ragged_paged_attention
 from pallas_kernels.ragged_paged_attention.gpu_items import decode_items, prefill_items
 from pallas_kernels.ragged_paged_attention.gpu_kernel import SMEM_PER_BLOCK

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from pallas_kernels import gpu_pages
-from pallas_kernels.dispatch import GPU, GPU_INTERPRET, Call
+from pallas_kernels.dispatch import Call
 from pallas_kernels.gather_pages import gather_pages
+from pallas_kernels.names import GPU, GPU_INTERPRET
 from pallas_kernels.scatter_pages import scatter_pages
 from pallas_kernels.scatter_pages.gpu import live_first
 

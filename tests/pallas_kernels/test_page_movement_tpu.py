@@ -20,8 +20,9 @@ from jax._src.pallas.mosaic.interpret import interpret_pallas_call
 from pallas_kernels import tpu_pages
 from pallas_kernels.batch import RaggedBatch, lanes, ragged_batch
 from pallas_kernels.checks import EIGHT_BIT
-from pallas_kernels.dispatch import TPU_INTERPRET, XLA, Call
+from pallas_kernels.dispatch import Call
 from pallas_kernels.gather_pages import gather_pages
+from pallas_kernels.names import TPU_INTERPRET, XLA
 from pallas_kernels.scatter_pages import scatter_pages
 from pallas_kernels.tpu_params import races_found, reset_interpreter
 from pallas_kernels.write_pages import tpu as write_tpu
