@@ -33,11 +33,12 @@ from jaxpd.progress import Progress
 from meshes.devices import assign_devices, default_specs, ensure_cpu_devices, shared_mesh, total_devices
 from meshes.sharding import DATA, MODEL, ShardingRules
 from meshes.spec import MeshSpec, parse_mesh_specs
-from pallas_kernels.names import AUTO, NAMES, PLATFORM_OF
+from pallas_kernels.names import AUTO, GPU_INTERPRET, NAMES, PLATFORM_OF
 
 log = logging.getLogger(__name__)
 
 DEFAULT_CPU_DEVICES = 2  # 1x1 + 1x1
+GPU_INTERPRETER_DEVICES = 16  # JAX has a thread for each; with few, the interpreter's threads of a kernel wait for ever
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,6 +74,8 @@ def prepare_devices(config: EngineConfig) -> Given:
     given = Given(prefill, decode, shared[0] if shared else None)
     one = (MeshSpec(1, 1),)
     wanted = max(total_devices(prefill or one, decode or one), total_devices(shared or one), DEFAULT_CPU_DEVICES)
+    if config.kernels == GPU_INTERPRET:
+        wanted = max(wanted, GPU_INTERPRETER_DEVICES)
     try:
         ensure_cpu_devices(wanted)
     except RuntimeError as error:
