@@ -147,11 +147,14 @@ def table(rows: list[dict[str, Any]], about: dict[str, Any]) -> str:
 
 
 def plot(rows: list[dict[str, Any]], path: pathlib.Path) -> None:
-    """Latency against rate, one line a mode."""
-    import matplotlib
-
+    """Latency against rate, one line a mode; nothing where matplotlib is not installed."""
+    try:
+        import matplotlib  # type: ignore[import-not-found]
+    except ModuleNotFoundError:
+        print("no chart: matplotlib is not installed", file=sys.stderr)
+        return
     matplotlib.use("Agg")
-    from matplotlib import pyplot
+    from matplotlib import pyplot  # type: ignore[import-not-found]
 
     figure, axes = pyplot.subplots(1, 3, figsize=(14, 4))
     for axis, (key, share, title) in zip(

@@ -25,6 +25,7 @@ import dataclasses
 import json
 import math
 import pathlib
+import sys
 from typing import Any
 
 import numpy as np
@@ -228,11 +229,14 @@ def markdown(rows: list[dict[str, Any]], about: dict[str, Any]) -> str:
 
 
 def plot(rows: list[dict[str, Any]], path: pathlib.Path) -> None:
-    """Bars of both ratios."""
-    import matplotlib
-
+    """Bars of both ratios; nothing where matplotlib is not installed."""
+    try:
+        import matplotlib  # type: ignore[import-not-found]
+    except ModuleNotFoundError:
+        print("no chart: matplotlib is not installed", file=sys.stderr)
+        return
     matplotlib.use("Agg")
-    from matplotlib import pyplot
+    from matplotlib import pyplot  # type: ignore[import-not-found]
 
     figure, axes = pyplot.subplots(1, 2, figsize=(13, 4))
     for axis, phase, ratio, what in (
