@@ -49,6 +49,7 @@ from pallas_kernels.ragged_paged_attention.tpu_blocks import (
     kv_bytes_read,
     pairs_seen,
 )
+from pallas_kernels.tpu_pages import GROUP
 from pallas_kernels.write_pages.tpu import dma_bytes
 
 RESULTS = pathlib.Path(__file__).parent / "results"
@@ -111,7 +112,7 @@ def measure(case: ForwardCase) -> Step:
     blocks = choose_blocks(sizes, find_chip(case.chip).device_kind)
     assert blocks is not None
     lengths, contexts = lengths_and_contexts(case)
-    group_bytes = sizes.K * 8 * sizes.W * ITEMSIZE
+    group_bytes = sizes.K * GROUP * sizes.W * ITEMSIZE
     kernel_reads = sum(kv_bytes_read(sizes, blocks, lengths, contexts, w) for w in windows(config))
     estimates = sum(tpu.cost_estimate(sizes, blocks, w).flops for w in windows(config))
 

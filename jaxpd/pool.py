@@ -217,6 +217,10 @@ class Pool:
             self.owner.emit([self.owner.finish(seq, FinishReason.ABORT)])
             return
         replica, lease = seq.decode_target[1], self._lease(seq)
+        if lease.lost:  # a step failed since it was reserved: the pages that did not cross are gone
+            failure = Internal("the decode pool lost the pages of the prompt that it had; send the request again")
+            self.owner.emit([self.owner.finish(seq, FinishReason.ERROR, error=failure)])
+            return
         try:
             self.device.scatter(replica, lease.pages[lease.hit_pages : self._pages_for(seq.prompt_len)], pieces)
             lease.commit(seq.prompt_len)

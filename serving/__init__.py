@@ -10,7 +10,7 @@
 4.  `Engine.submit` (`jaxpd.engine`) queues it, or refuses it when the queue is full. The first message, what was
     understood, goes out.
 5.  A pool of role prefill computes the prompt and samples the first token; `meshes.transfer` moves the KV pages to a
-    pool of role decode, which makes one token a step.
+    pool of role decode, which makes one token a step. (In the modes that share a mesh one pool does both.)
 6.  After each step the pool's thread hands all events of the step to `Gateway.on_events`: one hop onto the event loop,
     where each event wakes its request's reader.
 7.  The reader takes what has piled up for it and turns ids into text (`jaxpd.text.TextStream`: never half a character,

@@ -145,6 +145,12 @@ class PrefixCache:
             return len(self._evictable)
 
     @property
+    def generation(self) -> int:
+        """How often `forget` was called."""
+        with self._lock:
+            return self._generation
+
+    @property
     def free_slots(self) -> int:
         """Slots without an owner."""
         with self._lock:
@@ -272,6 +278,11 @@ class PrefixLease:
     def hit_tokens(self) -> int:
         """Tokens whose KV was there already."""
         return self.hit_pages * self.cache.page_size
+
+    @property
+    def lost(self) -> bool:
+        """Whether the contents of its hit were forgotten after it was acquired: what it did not compute is gone."""
+        return self.hit_pages > 0 and self.generation != self.cache.generation
 
     def commit(self, tokens: int) -> None:
         """Makes full pages findable.

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from jaxpd.config import SHARED_MODES
+from jaxpd.request import FinishReason
 
 DATA = pathlib.Path(__file__).parent.parent / "data" / "tiny" / "smollm2" / "expected.json"
 PROMPTS = {p["name"]: p for p in json.loads(DATA.read_text())["prompts"]}
@@ -90,3 +91,28 @@ def test_it_can_be_turned_off(started: Started) -> None:
         answer = running.submit(f"r{i}", LONG["prompt_ids"], max_tokens=4)
         running.wait()
         assert answer.finish.usage.cached_tokens == 0
+
+
+def test_a_hit_whose_pages_were_lost_is_an_error_and_no_wrong_answer(
+    started: Started, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The decode pool fails between the reservation and the accept: what did not cross must not be decoded from."""
+    running = started("smollm2", "1x1", "1x1")
+    running.submit("warm", LONG["prompt_ids"], max_tokens=4)
+    running.wait()
+    offer, (decode,) = running.engine._transport.offer, running.engine._decode
+
+    def after_a_failure(*args: Any) -> int:
+        decode.spaces[0].forget()  # what a failed step does
+        return offer(*args)
+
+    monkeypatch.setattr(running.engine._transport, "offer", after_a_failure)
+    lost = running.submit("lost", LONG["prompt_ids"], max_tokens=4)
+    running.wait()
+    assert lost.finish.reason is FinishReason.ERROR
+    assert "lost the pages" in str(lost.finish.error)
+    running.assert_at_baseline()
+    monkeypatch.undo()
+    again = running.submit("again", LONG["prompt_ids"], max_tokens=4)
+    running.wait()
+    assert again.token_ids == LONG["greedy_ids"][:4]
