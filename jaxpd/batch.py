@@ -84,6 +84,19 @@ def from_slot(slot: int) -> int:
     return -1 - slot
 
 
+def bucket_for(shapes: Seq[BatchShape], replicas: Seq[Seq[Row]]) -> BatchShape:
+    """The first of `shapes`, smallest first, that takes each replica's rows."""
+    most_rows = max(len(rows) for rows in replicas)
+    most_tokens = max(sum(len(row.token_ids) for row in rows) for rows in replicas)
+    decode = all(len(row.token_ids) == 1 for rows in replicas for row in rows)
+    return next(
+        s
+        for s in shapes
+        # In a decode bucket row i is token i: a short chunk would fit one by its numbers only.
+        if s.rows >= most_rows and s.tokens >= most_tokens and (decode or s.rows != s.tokens)
+    )
+
+
 def pack(shape: BatchShape, replicas: Seq[Seq[Row]]) -> np.ndarray:
     """[R, M] int32 of each replica's rows. The rows and their tokens must fit the bucket."""
     packed = np.zeros((len(replicas), shape.packed_len), np.int32)

@@ -10,6 +10,8 @@ The path of a request, by who has it:
     decode   one token per step                                                  jaxpd/pool.py
     finish   everything freed, one FinishEvent                                   this file
 
+In the modes that share one mesh a mixed pool does both: one reservation, no offer and no accept.
+
 A sequence ends in exactly one place, `finish`, and whatever it owned is free when its `FinishEvent` is out.
 """
 

@@ -24,7 +24,7 @@ from typing import Protocol
 import jax
 import numpy as np
 
-from jaxpd.batch import BatchShape, Row, from_slot
+from jaxpd.batch import Row, bucket_for, from_slot
 from jaxpd.cache.keys import Chain
 from jaxpd.cache.prefix import PrefixCache, PrefixLease
 from jaxpd.device import PoolDevice
@@ -32,8 +32,8 @@ from jaxpd.errors import Internal, JaxpdError
 from jaxpd.limits import PoolLimits
 from jaxpd.policies.batching import Batch, Candidate, Policy, stall_free
 from jaxpd.policies.placement import Place
-from jaxpd.request import Event, FinishReason, TokenLogprobs, TokensEvent
-from jaxpd.sampling import Logprobs, Sampled
+from jaxpd.request import Event, FinishReason, TokensEvent
+from jaxpd.sampling import Sampled, logprobs_of_row
 from jaxpd.sequence import Sequence, State
 from jaxpd.slot_options import Flag, counts_row
 from meshes.transfer.in_process import Staging
@@ -270,7 +270,7 @@ class Pool:
                         last_chunks.append((r, seq))
                     seq.sampled += 1
                     sampling.append((r, i, seq))
-        sampled = self.device.step(self._shape(rows), rows)
+        sampled = self.device.step(bucket_for(self.limits.shapes, rows), rows)
         return _InFlight(sampled, sampling, {seq: self._stage(r, seq) for r, seq in last_chunks})
 
     def _row(self, replica: int, seq: Sequence, count: int) -> Row:
@@ -314,17 +314,6 @@ class Pool:
         self.device.set_slot(replica, lease.slot, seq.options, counts)
         self._slot_users[replica, lease.slot] = lease
 
-    def _shape(self, rows: list[list[Row]]) -> BatchShape:
-        most_rows = max(len(replica) for replica in rows)
-        most_tokens = max(sum(len(row.token_ids) for row in replica) for replica in rows)
-        decode = all(len(row.token_ids) == 1 for replica in rows for row in replica)
-        return next(
-            s
-            for s in self.limits.shapes
-            # In a decode bucket row i is token i: a short chunk would fit one by its numbers only.
-            if s.rows >= most_rows and s.tokens >= most_tokens and (decode or s.rows != s.tokens)
-        )
-
     def _stage(self, replica: int, seq: Sequence) -> list[Staging]:
         """Copies a finished prompt's KV into staging and frees its prefill pages: later steps come after the copy."""
         lease = self._lease(seq)
@@ -357,7 +346,7 @@ class Pool:
                     request_id=seq.request_id,
                     first_index=index,
                     token_ids=(token,),
-                    logprobs=_logprobs(logprobs, r, i, seq.request.params.logprobs),
+                    logprobs=logprobs_of_row(logprobs, r, i, seq.request.params.logprobs),
                 )
             )
             if ended is not None:
@@ -400,16 +389,6 @@ class Pool:
 
     def _pages_for(self, tokens: int) -> int:
         return -(-tokens // self.device.spec.page_size)
-
-
-def _logprobs(read: Logprobs | None, replica: int, row: int, asked: int | None) -> tuple[TokenLogprobs, ...] | None:
-    """What one row's request asked for of the log probabilities of a step, read to the host."""
-    if read is None or asked is None:
-        return None
-    top_N, ids_N = read.top_BN[replica, row, :asked], read.top_ids_BN[replica, row, :asked]
-    # a vocabulary smaller than `asked` is followed by its padding, which is impossible
-    top = tuple((int(t), float(p)) for t, p in zip(ids_N, top_N, strict=True) if p > -np.inf)
-    return (TokenLogprobs(logprob=float(read.sampled_B[replica, row]), top=top),)
 
 
 def _internal(what: str, error: Exception) -> Internal:

@@ -30,10 +30,11 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxpd.batch import StepInputs
 from jaxpd.filters import find_cut, is_kept
-from jaxpd.request import MAX_LOGPROBS
+from jaxpd.request import MAX_LOGPROBS, TokenLogprobs
 from jaxpd.slot_options import MOST_COUNTED, NO_TOKEN, Flag, Options, unpack_options
 from meshes.sharding import MODEL
 
@@ -210,3 +211,15 @@ def gumbel_noise(seed: jax.Array, output_index: jax.Array, token_V: jax.Array) -
     # 24 bits, centred, so that neither 0 nor 1 occurs in float32
     uniform_V = ((words_V2[:, 0] >> 8).astype(jnp.float32) + 0.5) * jnp.float32(2.0**-24)
     return -jnp.log(-jnp.log(uniform_V))
+
+
+def logprobs_of_row(
+    read: Logprobs | None, replica: int, row: int, asked: int | None
+) -> tuple[TokenLogprobs, ...] | None:
+    """What one row's request asked for of the log probabilities of a step, read to the host."""
+    if read is None or asked is None:
+        return None
+    top_N, ids_N = read.top_BN[replica, row, :asked], read.top_ids_BN[replica, row, :asked]
+    # a vocabulary smaller than `asked` is followed by its padding, which is impossible
+    top = tuple((int(t), float(p)) for t, p in zip(ids_N, top_N, strict=True) if p > -np.inf)
+    return (TokenLogprobs(logprob=float(read.sampled_B[replica, row]), top=top),)

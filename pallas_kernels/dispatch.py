@@ -87,11 +87,6 @@ def implementations(
     return (*kernels, reference, *interpreted)
 
 
-def current_platform() -> str:
-    """Platform that the program being traced is for: "cpu", "gpu" or "tpu"."""
-    return target()[0]
-
-
 def target() -> tuple[str, str]:
     """(platform, chip) of the program being traced: the mesh's where it says so (compiling for hardware that is not
     there), else those of the default device or backend."""
