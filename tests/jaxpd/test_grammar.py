@@ -36,7 +36,7 @@ def compiler(tiny: Tokenizer) -> GrammarCompiler:
 
 def sentencepiece(*, prefix: bool) -> Tokenizer:
     """A Llama-like vocabulary; ids 3 to 258 are the bytes, and "a" and "b" have a token besides. EOS is 2."""
-    words = ["\u2581", "a", "b", "ab", "\u2581ab", "ba", "\u2581{", "\u2581a", "\n"]
+    words = ["\u2581", "a", "b", "ba", "ab", "\u2581ab", "\u2581{", "\u2581a", "\n"]
     pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *words]
     return tokenizer_from_gguf(
         {
@@ -230,6 +230,12 @@ def test_forced_text_is_written_without_special_tokens_and_to_the_byte(make: Any
             ids = vocabulary(given)
             assert b"".join(tokenizer.token_bytes(i) for i in ids) == text.encode()
     assert len(vocabulary("hello the")) < 4 or tokenizer.strips_first_space
+
+
+@pytest.mark.parametrize("prefix", [False, True])
+def test_forced_text_is_written_as_the_tokenizer_would_mid_sentence(prefix: bool) -> None:
+    vocabulary = module._Vocabulary(tokenizer := sentencepiece(prefix=prefix), 268, (2,))
+    assert [tokenizer.token_bytes(i) for i in vocabulary("aba")] == [b"a", b"ba"]  # longest first would be "ab", "a"
 
 
 def test_a_vocabulary_that_cannot_write_the_text_says_so() -> None:

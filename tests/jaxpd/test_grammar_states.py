@@ -53,6 +53,20 @@ def test_ends_are_allowed_exactly_where_the_text_is_complete(compiler: GrammarCo
         state.accept(97)
 
 
+def test_nothing_follows_eos_even_where_the_grammar_would_go_on(compiler: GrammarCompiler) -> None:
+    state = compiler.compile(spec("regex", "ab?")).new_state([ord("a"), 283])
+    with pytest.raises(RuntimeError, match="token 98 at output index 2 is not allowed"):
+        state.accept(ord("b"))
+
+
+def test_a_grammar_that_asks_for_eos_itself_cannot_end_an_incomplete_answer(compiler: GrammarCompiler) -> None:
+    state = compiler.compile(spec("grammar", 'start: "a" <[283]> "b"')).new_state([ord("a")])
+    with pytest.raises(InvalidArgument, match="allows nothing after 1 tokens"):
+        allowed(state)
+    with pytest.raises(RuntimeError, match="EOS"):
+        state.accept(283)
+
+
 @pytest.mark.parametrize("token", [ord("x"), 280, 282, 286, 290, VOCAB, 10**6, -1])
 def test_a_token_that_is_not_allowed_is_refused_and_changes_nothing(compiler: GrammarCompiler, token: int) -> None:
     state = compiler.compile(spec("regex", "a[bc]d")).new_state([ord("a")])
