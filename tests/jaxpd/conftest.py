@@ -13,9 +13,10 @@ import pytest
 
 from jaxpd.checkpoints import resolve
 from jaxpd.config import EngineConfig
-from jaxpd.engine import Engine, EngineStats
+from jaxpd.engine import Engine
 from jaxpd.progress import SilentProgress
 from jaxpd.request import Event, FinishEvent, Request, SamplingParams, TokenLogprobs, TokensEvent
+from jaxpd.stats import EngineStats
 
 
 @dataclasses.dataclass

@@ -25,7 +25,7 @@ def test_earlier_chunks_have_crossed_before_the_last_is_dispatched(
     """The last chunk is held until every page of those before it is in the decode pool: it need not wait for them."""
     running = started("smollm2", "2x1", "1x2", max_num_batched_tokens=64, max_model_len=256)
     prompt = (LONG["prompt_ids"] * 3)[:200]  # 64 + 64 + 64 + 8
-    [prefill], decode = running.engine._prefill, running.engine._decode[0]
+    [prefill], decode = running.engine._reservations.prefill, running.engine._reservations.decode[0]
     step, scatter = prefill._stepper.step, decode.device.scatter
     scattered: list[int] = []
     all_before = threading.Event()
