@@ -9,7 +9,7 @@ two prompts are alike anyway.
 
     TTFT   arrival to first token           TTST   arrival to second token (contains the hand-off)
     ITL    gap between two tokens of one request, all requests together, the first gap (TTST - TTFT) included
-    exposed transfer   decode-ready minus prefill-end; none where pages are shared
+    exposed transfer   decode-ready minus prefill-end; next to nothing where pages are shared
 
 What one process hides: virtual CPU devices take turns, on the same cores. A prefill on one mesh still delays the
 decodes on the other, so the gain of separate meshes does not show here, their cost (the hand-off, and half of the
@@ -146,13 +146,13 @@ def summary(
     }
 
 
-def table(rows: list[dict[str, Any]], about: dict[str, Any]) -> str:
+def table(rows: list[dict[str, Any]], about: dict[str, Any], command: str) -> str:
     """Markdown."""
     names = (("TTFT", "ttft_ms"), ("TTST", "ttst_ms"), ("ITL", "itl_ms"), ("exposed transfer", "exposed_transfer_ms"))
     lines = [
         "# The modes under the same load", "",
-        f"`python -m benchmarks.modes` on a {about['name']}, jax {about['packages']['jax']}, {about['date']}. Two",
-        "virtual devices in one process take turns, so that what separate meshes gain does not show (see the script).",
+        f"`{command}`", f"on a {about['name']}, jax {about['packages']['jax']}, {about['date']}.",
+        "Virtual devices of one process take turns, so that what separate meshes gain does not show (see the script).",
         "Milliseconds, p50 / p90 / p99.", "",
         "| mode | requests/s | " + " | ".join(name for name, _ in names) + " | tokens/s |",
         "|---" * (len(names) + 3) + "|",
@@ -241,7 +241,9 @@ def main() -> None:
             raise SystemExit(f"mode {mode} ended with status {done.returncode}; what it said is above")
         rows += json.loads(done.stdout)
     about = describe(PACKAGES)
-    text = table(rows, about)
+    flags = f"--model {args.model} --requests {args.requests} --long-prompt {args.long_prompt}"
+    ran = f"python -m benchmarks.modes {flags} --rates {' '.join(f'{rate:g}' for rate in args.rates)}"
+    text = table(rows, about, ran)
     print(text)
     for row in rows:
         for error in sorted(set(row["errors"])):
@@ -250,9 +252,8 @@ def main() -> None:
         return
     args.out.mkdir(parents=True, exist_ok=True)
     stem = f"modes-{slug(about)}"
-    flags = f"--model {args.model} --requests {args.requests} --long-prompt {args.long_prompt}"
     result = {
-        "command": f"python -m benchmarks.modes {flags} --rates {' '.join(f'{rate:g}' for rate in args.rates)}",
+        "command": ran,
         "machine": about,
         "run_s": round(time.monotonic() - began, 1),
         "rows": rows,

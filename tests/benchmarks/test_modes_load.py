@@ -55,5 +55,5 @@ def test_figures_of_a_run() -> None:
 def test_a_mode_without_transfers_says_none() -> None:
     found = summary({"a": [1.0, 1.5, 1.6]}, {"a": done("a", None)}, {"a": 0.0}, 1.0)
     about = {"name": "machine", "packages": {"jax": "1"}, "date": "today"}
-    line = table([{"mode": "chunked", "rate": 0.5, **found}], about).splitlines()[-1]
+    line = table([{"mode": "chunked", "rate": 0.5, **found}], about, "run it").splitlines()[-1]
     assert line == "| chunked | 0.5 | 1000 / 1000 / 1000 | 1500 / 1500 / 1500 | 300 / 460 / 496 | none | 3 |"
