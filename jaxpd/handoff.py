@@ -94,6 +94,8 @@ class Arrivals:
             pages = seq.decode_lease.pages[chunk.first : chunk.first + chunk.count]
             self._device.scatter(seq.decode_target[1], pages, moved)
             seq.landed_pages += chunk.count
+            if seq.landed_pages * self._device.spec.page_size >= seq.prompt_len:
+                seq.life.mark(Stage.TRANSFERRED)
         self._go_on(seq)
 
     def first_token(self, seq: Sequence) -> None:

@@ -28,6 +28,7 @@ CPU_RUNTIME_BYTES = 600 * MIB  # Python, JAX and the compiled programs; a bound 
 ACCELERATOR_SHARE = 0.9  # of a device's memory; the rest is the runtime's and fragmentation
 PREFILL_ROWS = 8  # prompts in one prefill step of one replica
 SMALLEST_PREFILL_BUCKET = 16
+REMEMBERED = 4  # with a prefix cache: times the pages that can be in use, where there is memory for it
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -179,7 +180,9 @@ def make_limits(
     pools = []
     for (role, spec, page, weights), budget in zip(sizes, budgets, strict=True):
         pool_rows = min(PREFILL_ROWS, rows) if role == "prefill" else rows
-        useful = needed_pages * pool_rows  # more pages could never be used
+        useful = needed_pages * pool_rows  # more pages could never be in use at once
+        if asked.prefix_cache:
+            useful *= REMEMBERED
         pools.append(
             PoolLimits(
                 role=role,

@@ -73,7 +73,7 @@ class Stepper:
         count = min(seq.to_score, SCORE_TOKENS)
         seq.cached += count
         lease.commit(seq.cached)
-        seq.life.mark(Stage.CHUNK, tokens=count)
+        _mark_chunk(seq, count)
         ids = seq.token_ids(start, start + count + 1)
         row = Row(
             token_ids=ids[:-1],
@@ -92,7 +92,7 @@ class Stepper:
         token_ids = seq.token_ids(seq.cached, seq.cached + count)
         seq.cached += count
         lease.commit(seq.cached)  # what has been dispatched is there for whoever is dispatched later
-        seq.life.mark(Stage.CHUNK, tokens=count)
+        _mark_chunk(seq, count)
         flags = 0 if seq.prompt_left else seq.flags
         if flags and seq.options is not None:
             self._set_slot(replica, lease, seq)
@@ -142,6 +142,12 @@ class Stepper:
             counts = counts_row(seq.request.prompt_ids, seq.outputs, self.device.spec.layout.padded_vocab)
         self.device.set_slot(replica, lease.slot, seq.options, counts)
         self._slot_users[replica, lease.slot] = lease
+
+
+def _mark_chunk(seq: Sequence, count: int) -> None:
+    if seq.life.first(Stage.CHUNK) is None:
+        seq.life.mark(Stage.PREFILL_START)
+    seq.life.mark(Stage.CHUNK, tokens=count)
 
 
 def lease_of(seq: Sequence) -> PrefixLease:
