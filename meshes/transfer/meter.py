@@ -17,11 +17,13 @@ class Meter:
         self._lock = threading.Lock()
         self._latest: deque[tuple[float, float]] = deque(maxlen=LATEST)
         self._fit: tuple[float, float] | None = None
+        self.total_units = 0.0  # since the start
 
     def record(self, units: float, seconds: float) -> None:
         """One run: so many bytes or tokens took so long."""
         with self._lock:
             self._latest.append((units, seconds))
+            self.total_units += units
             self._fit = None
 
     def fit(self) -> tuple[float, float]:
