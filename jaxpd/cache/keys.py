@@ -33,20 +33,24 @@ class Chain:
         self.keys: list[bytes] = []
         self.length = 0  # tokens
         self._last = _digest(b"root", page_size.to_bytes(8, "little") + salt.encode())
-        self._tail = b""  # token ids after the last full page
+        self._tail: list[int] = []  # token ids after the last full page
         self.extend(tokens)
 
     def extend(self, tokens: Sequence[int] | np.ndarray) -> None:
         """Appends token ids (all below 2**31); hashes the pages that they fill."""
+        self.length += len(tokens)
+        if len(self._tail) + len(tokens) < self.page_size:  # one token of a decode step: nearly always
+            self._tail.extend(tokens)
+            return
         ids = np.asarray(tokens, _TOKEN)
-        data = self._tail + ids.tobytes()
+        if self._tail:
+            ids = np.concatenate((np.asarray(self._tail, _TOKEN), ids))
+        data, full = ids.tobytes(), len(ids) // self.page_size * self.page_size
         size = self.page_size * _TOKEN.itemsize
-        full = len(data) // size * size
-        for start in range(0, full, size):
+        for start in range(0, full * _TOKEN.itemsize, size):
             self._last = _digest(b"page", self._last + data[start : start + size])
             self.keys.append(self._last)
-        self._tail = data[full:]
-        self.length += len(ids)
+        self._tail = ids[full:].tolist()
 
 
 def _digest(kind: bytes, data: bytes) -> bytes:
