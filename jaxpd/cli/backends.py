@@ -28,12 +28,12 @@ class Piece:
 class Backend(Protocol):
     """Runs prompts. A request that fails by itself is a `Result` with its error; the others run on."""
 
-    def generate(self, prompts: Sequence[Prompt], params: SamplingParams) -> list[Result]:
-        """All at once; results in the order of the prompts."""
+    def generate(self, prompts: Sequence[Prompt], params: SamplingParams) -> list[list[Result]]:
+        """All at once; the samples of each prompt, in the order of the prompts."""
         ...
 
     def stream(self, prompt: Prompt, params: SamplingParams) -> Iterator[Piece | Result]:
-        """Pieces as they come, then the result."""
+        """Pieces as they come, then the result; for `params.n` of 1."""
         ...
 
 
@@ -69,8 +69,9 @@ class _Local:
     def __init__(self, llm: Any) -> None:
         self._llm = llm
 
-    def generate(self, prompts: Sequence[Prompt], params: SamplingParams) -> list[Result]:
-        return [_completed(c) for c in self._llm.generate([p.value for p in prompts], params)]
+    def generate(self, prompts: Sequence[Prompt], params: SamplingParams) -> list[list[Result]]:
+        results = [_completed(c) for c in self._llm.generate([p.value for p in prompts], params)]
+        return [results[i : i + params.n] for i in range(0, len(results), params.n)]
 
     def stream(self, prompt: Prompt, params: SamplingParams) -> Iterator[Piece | Result]:
         from jaxpd.llm import Completion
@@ -81,16 +82,17 @@ class _Local:
 
 def _completed(completion: Any) -> Result:
     c = completion
-    return Result(tuple(c.token_ids), c.text, c.finish_reason, c.usage, c.timings, c.error, c.logprobs)
+    scores = None if c.prompt_logprobs is None else tuple(zip(c.prompt_ids[1:], c.prompt_logprobs, strict=True))
+    return Result(tuple(c.token_ids), c.text, c.finish_reason, c.usage, c.timings, c.error, c.logprobs, scores)
 
 
 class _Remote:
     def __init__(self, client: Any) -> None:
         self._client = client
 
-    def generate(self, prompts: Sequence[Prompt], params: SamplingParams) -> list[Result]:
+    def generate(self, prompts: Sequence[Prompt], params: SamplingParams) -> list[list[Result]]:
         with concurrent.futures.ThreadPoolExecutor(min(len(prompts), MAX_CALLS)) as pool:
-            return list(pool.map(lambda prompt: self._call(prompt, params), prompts))
+            return [[result] for result in pool.map(lambda prompt: self._call(prompt, params), prompts)]
 
     def _call(self, prompt: Prompt, params: SamplingParams) -> Result:
         try:
