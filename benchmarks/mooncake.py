@@ -116,3 +116,30 @@ def clairvoyant(chains: Sequence[Chain], num_pages: int) -> int:
             next_use[key] = use
             heapq.heappush(heap, (-use, -depth, key))
     return hit
+
+
+def conversations(prompts: Sequence[Prompt], count: int) -> list[Prompt]:
+    """`count` requests of the conversations that begin first, in the order of the trace.
+
+    A conversation is the requests with the same second block (of a prompt with one block, the same first), for the
+    first block may be a system prompt that many share. The last conversation may be cut.
+    """
+    groups: dict[int, list[int]] = {}
+    for number, prompt in enumerate(prompts):
+        groups.setdefault(prompt.blocks[min(1, len(prompt.blocks) - 1)], []).append(number)
+    picked: list[int] = []
+    for group in groups.values():
+        picked += group[: count - len(picked)]
+    return [prompts[number] for number in sorted(picked)]
+
+
+def scaled(prompt: Prompt, by: int, vocabulary: int) -> list[int]:
+    """Token ids below `vocabulary` of the prompt with its length, and that of each block, divided by `by`.
+
+    A block's tokens are random, from its id, so that equal blocks stay equal. A prompt keeps one token at least.
+    """
+    size = BLOCK // by
+    length = max(1, prompt.length // by)
+    blocks = prompt.blocks[: -(-length // size)]
+    tokens = np.concatenate([np.random.default_rng(block).integers(0, vocabulary, size) for block in blocks])
+    return [int(token) for token in tokens[:length]]

@@ -3,7 +3,7 @@
 The path of a request, by who has it:
 
     submit   registry (this file), then the queue of a prefill pool              jaxpd/engine.py
-    reserve  prefill pages, a decode replica's pages and slot, staging bytes     jaxpd/policies/admission.py
+    reserve  prefill pages, a decode replica's pages and slot, staging bytes     jaxpd/reservation.py, jaxpd/policies/
     prefill  chunks of the prompt in the prefill pool's steps; first token       jaxpd/pool.py, jaxpd/stepper.py
     offer    full pages cross to the decode replica while later chunks compute   jaxpd/handoff.py, meshes/transfer/
     accept   scattered into the reserved pages; whole once the last has come     jaxpd/handoff.py
@@ -17,7 +17,6 @@ A sequence ends in exactly one place, `finish`, and whatever it owned is free wh
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import threading
 from collections.abc import Callable
@@ -25,61 +24,25 @@ from collections.abc import Callable
 from jaxpd.cache.keys import Chain
 from jaxpd.checkpoints.source import Checkpoint
 from jaxpd.config import EngineConfig
-from jaxpd.errors import Internal, InvalidArgument, JaxpdError, ResourceExhausted, Unavailable
+from jaxpd.errors import Internal, InvalidArgument, JaxpdError, NotFound, ResourceExhausted, Unavailable
+from jaxpd.grammar import Grammar, GrammarCompiler
 from jaxpd.handoff import Chunk
 from jaxpd.life import Stage
 from jaxpd.limits import Limits
 from jaxpd.models.layout import ModelLayout
-from jaxpd.policies.admission import Need, admit
-from jaxpd.policies.chunking import Costs, prefill_here
-from jaxpd.policies.placement import prefer_prefix
+from jaxpd.policies.chunking import Costs
 from jaxpd.pool import Pool
 from jaxpd.progress import Progress, SilentProgress
 from jaxpd.request import MAX_SEED, Event, FinishEvent, FinishReason, Request, Usage
+from jaxpd.reservation import Reservations
 from jaxpd.sequence import Sequence, State
 from jaxpd.startup import Placement, build_pools, place
+from jaxpd.stats import EngineStats, ReplicaStats
 from jaxpd.watchdog import Watchdog
 from meshes.sharding import replica_mesh
 from meshes.transfer.in_process import InProcessTransport, Staging
 
 log = logging.getLogger(__name__)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ReplicaStats:
-    """Room in one replica of one pool."""
-
-    role: str
-    pool: int
-    replica: int
-    free_pages: int
-    num_pages: int
-    free_slots: int
-    num_slots: int
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class EngineStats:
-    """A reading of the engine: requests by state, free room, staged bytes."""
-
-    states: dict[str, int]
-    replicas: tuple[ReplicaStats, ...]
-    staging_bytes: int
-
-    @property
-    def live(self) -> int:
-        """Requests that are not finished."""
-        return sum(self.states.values())
-
-    @property
-    def queued(self) -> int:
-        """Requests that wait for a reservation."""
-        return self.states.get(State.QUEUED.value, 0)
-
-    @property
-    def running(self) -> int:
-        """Requests that are past the queue."""
-        return self.live - self.queued
 
 
 class Engine:
@@ -106,9 +69,10 @@ class Engine:
         self._idle = threading.Condition(self._lock)
         self._state = "starting"
         self._pools: list[Pool] = []
-        self._prefill: list[Pool] = []  # where requests start: pools of the role prefill, or mixed
-        self._decode: list[Pool] = []
         self._watchdog: Watchdog | None = None
+        self._grammar_lock = threading.Lock()
+        self._grammar_compiler: GrammarCompiler | None = None
+        self._reservations: Reservations
         staged = max((p.kv_bytes * p.spec.tp for p in self.limits.prefill), default=0)
         self._transport = InProcessTransport(max_staging_bytes=staged)
 
@@ -122,8 +86,9 @@ class Engine:
     def start(self) -> None:
         """Loads weights, compiles every program and starts the pools. Blocking; after it the engine is ready."""
         self._pools = build_pools(self._placement, self.checkpoint, self.config, owner=self, progress=self._progress)
-        self._prefill = [pool for pool in self._pools if pool.role != "decode"]
-        self._decode = [pool for pool in self._pools if pool.role == "decode"]
+        decode = [pool for pool in self._pools if pool.role == "decode"]
+        start = [pool for pool in self._pools if pool.role != "decode"]
+        self._reservations = Reservations(self.limits, start, decode, self._transport)
         for pool in self._pools:
             pool.start()
         self._watchdog = Watchdog(self._pools, self.config.step_timeout_s, self._answer_all)
@@ -151,7 +116,7 @@ class Engine:
         self._transport.close()
         for pool in self._pools:
             pool.close()
-        self._pools, self._prefill, self._decode = [], [], []
+        self._pools = []
 
     # requests -----------------------------------------------------------------------------------------------------
 
@@ -159,15 +124,17 @@ class Engine:
         """Queues a request. Raises InvalidArgument, ResourceExhausted (queue full) or Unavailable (not ready).
 
         Of `n` samples the first computes the prompt; the others start when that is done, and find it in the caches
-        (without a prefix cache, in what the first one leaves there for them alone).
+        (without a prefix cache, in what the first one leaves there for them alone). A grammar is compiled here, in the
+        caller's thread: milliseconds, rarely seconds.
         """
         request.validate(vocab_size=self.checkpoint.config.vocab_size, max_model_len=self.limits.max_model_len)
-        samples = [self._sequence(request, i) for i in range(request.params.n)]
+        grammar = None if request.params.structured is None else self._grammars().compile(request.params.structured)
+        samples = [self._sequence(request, i, grammar) for i in range(request.params.n)]
         samples[0].siblings = samples[1:]
         with self._lock:
             if self._state != "ready":
                 raise Unavailable(f"the engine is {self._state}")
-            if all(pool.given_up for pool in self._prefill):
+            if all(pool.given_up for pool in self._reservations.prefill):
                 raise Unavailable("no pool answers: a device step does not end (the server's log has the stacks)")
             if request.request_id in self._registry:
                 raise InvalidArgument(
@@ -182,7 +149,18 @@ class Engine:
             self._registry[request.request_id] = dict(enumerate(samples))
         self._route(samples[0])
 
-    def _sequence(self, request: Request, sample: int) -> Sequence:
+    def _grammars(self) -> GrammarCompiler:
+        with self._grammar_lock:
+            if self._grammar_compiler is None:
+                config = self.checkpoint.config
+                try:
+                    tokenizer = self.checkpoint.tokenizer()
+                except NotFound:
+                    tokenizer = None  # the compiler says what that means for the request
+                self._grammar_compiler = GrammarCompiler(tokenizer, config.vocab_size, config.eos_token_ids)
+            return self._grammar_compiler
+
+    def _sequence(self, request: Request, sample: int, grammar: Grammar | None) -> Sequence:
         salt, tokens = request.cache_salt, request.prompt_ids
         if not self.limits.prefix_cache:  # nobody else finds it
             salt, tokens = f"{request.request_id} {request.arrival_s}", tokens if request.params.n > 1 else ()
@@ -192,26 +170,11 @@ class Engine:
             chain=Chain(self.limits.page_size, tokens, salt=salt),
             sample=sample,
             seed=seed_of(request.params.seed or 0, sample),
+            grammar=None if grammar is None else grammar.new_state(),
         )
 
     def _route(self, seq: Sequence) -> None:
-        """Puts a sequence into the queue of the least loaded pool where its prompt is to be computed."""
-        pools = self._prefill
-        if self._decode and self._prefill_here(seq):
-            pools = self._decode
-        able = [pool for pool in pools if not pool.given_up] or pools
-        min(able, key=lambda pool: pool.num_waiting + pool.num_sequences).submit(seq)
-
-    def _prefill_here(self, seq: Sequence) -> bool:
-        limit = self.limits.local_prefill
-        if limit == 0 or scores_prompt(seq):
-            return False
-        size = self.limits.page_size
-        hit = max(place.hit_pages for pool in self._prefill for place in pool.places(seq.chain, whole=False))
-        here = max(place.hit_pages for pool in self._decode for place in pool.places(seq.chain, whole=False))
-        return prefill_here(
-            seq.prompt_len - max(hit, here) * size, seq.prompt_len - here * size, limit=limit, costs=self.costs()
-        )
+        self._reservations.route(seq).submit(seq)
 
     def abort(self, request_id: str, *, sample: int | None = None) -> bool:
         """Ends a request, or one sample of it, in whatever state it is; False when there is none. Idempotent."""
@@ -259,59 +222,16 @@ class Engine:
     # the pools' owner ---------------------------------------------------------------------------------------------
 
     def reserve(self, seq: Sequence, pool: Pool) -> bool:
-        """Prefill pages, the decode replica's pages and slot, and the staging bytes.
+        """All that a sequence needs to be computed in `pool` and to decode where it will; False: not now."""
+        return self._reservations.reserve(seq, pool)
 
-        Where it stays in the pool that computes it one lease is all of it.
-        """
-        if pool.role != "prefill":
-            return self._reserve_shared(seq, pool)
-        page_size, fresh = self.limits.page_size, scores_prompt(seq)
-        prompt_pages = -(-seq.prompt_len // page_size)
-        need = Need(
-            prefill_pages=prompt_pages,
-            decode_pages=-(-seq.reserved_len(self.limits.reserve_tokens) // page_size),
-            prompt_pages=prompt_pages,
-            staged_page_bytes=pool.limits.page_bytes * pool.limits.spec.tp,
-        )
-        staging = self._transport.staging
-        targets = [(p, r) for p in self._decode for r in range(len(p.spaces))]
-        choice = admit(
-            need,
-            pool.places(seq.chain, whole=False, fresh=fresh),
-            [place for p in self._decode for place in p.places(seq.chain, whole=True)],
-            prefill_hit_value=page_size,
-            staging_free=staging.limit - staging.used,
-            staging_in_use=staging.used,
-        )
-        if choice is None or not staging.charge(choice.staging_bytes):
-            return False
-        seq.prefill_replica = choice.prefill
-        target_pool, target_replica = targets[choice.decode]
-        seq.decode_target = (target_pool.index, target_replica)
-        seq.staging_bytes = choice.staging_bytes
-        seq.prefill_lease = pool.acquire(choice.prefill, seq.chain, need.prefill_pages, whole=False, fresh=fresh)
-        seq.decode_lease = target_pool.acquire(target_replica, seq.chain, need.decode_pages, whole=True)
-        if seq.prefill_lease is None or seq.decode_lease is None:  # another prefill pool was quicker
-            seq.release()
-            self._free_staging(seq)
-            return False
-        seq.sent_pages = seq.landed_pages = seq.decode_lease.hit_pages
-        return True
-
-    def _reserve_shared(self, seq: Sequence, pool: Pool) -> bool:
-        pages = -(-seq.reserved_len(self.limits.reserve_tokens) // self.limits.page_size)
-        fresh = scores_prompt(seq)
-        places = pool.places(seq.chain, whole=False, fresh=fresh)
-        replica = prefer_prefix(places, pages, hit_value=self.limits.page_size)
-        if replica is None:
-            return False
-        seq.prefill_replica = replica
-        seq.prefill_lease = seq.decode_lease = pool.acquire(replica, seq.chain, pages, whole=False, fresh=fresh)
-        return seq.prefill_lease is not None
+    def costs(self) -> Costs:
+        """What prefill and hand-off take, as measured so far."""
+        return self._reservations.costs()
 
     def send(self, seq: Sequence, pool: Pool, chunk: Chunk) -> None:
         """Sends pages of a prompt to the decode replica that was reserved for it."""
-        target = self._decode[seq.decode_target[0]]
+        target = self._reservations.decode[seq.decode_target[0]]
         mesh = replica_mesh(target.device.spec.mesh, seq.decode_target[1])
 
         def done(moved: list[Staging] | None, error: Exception | None) -> None:
@@ -325,13 +245,13 @@ class Engine:
     def settled(self, chunk: Chunk) -> None:
         """A piece is in the decode pages, or was dropped: its staging is free."""
         self._transport.staging.give_back(chunk.staging_bytes)
-        for pool in self._prefill:
+        for pool in self._reservations.prefill:
             pool.wake()
 
     def hand_off(self, seq: Sequence) -> None:
         """Gives a sequence whose first token is out to the decode pool that was reserved for it."""
         seq.move(State.OFFERED)
-        self._decode[seq.decode_target[0]].offer(seq)
+        self._reservations.decode[seq.decode_target[0]].offer(seq)
 
     def first_token(self, seq: Sequence) -> None:
         """The prompt of a request is computed: its other samples find it in the caches."""
@@ -339,18 +259,6 @@ class Engine:
             siblings, seq.siblings = seq.siblings, []
         for sibling in siblings:
             self._route(sibling)
-
-    def costs(self) -> Costs:
-        """What prefill and hand-off take, as measured so far."""
-        setup_s, s_per_byte = self._transport.cost.fit()
-        pool = self._prefill[0]
-        step_s, s_per_token = pool.cost.fit()
-        return Costs(
-            prefill_s_per_token=s_per_token,
-            step_s=step_s,
-            transfer_s=setup_s,
-            transfer_s_per_token=s_per_byte * pool.limits.page_bytes * pool.limits.spec.tp / self.limits.page_size,
-        )
 
     def finish(
         self, seq: Sequence, reason: FinishReason, *, stop_token: int | None = None, error: JaxpdError | None = None
@@ -364,7 +272,7 @@ class Engine:
         seq.life.mark(Stage.FAILED if reason is FinishReason.ERROR else Stage.FINISHED)
         seq.life.reason = reason.value
         seq.release()
-        self._free_staging(seq)
+        self._reservations.free_staging(seq)
         with self._lock:
             samples = self._registry[seq.request_id]
             del samples[seq.sample]
@@ -395,16 +303,6 @@ class Engine:
             self._on_events(events)
         except Exception:
             log.exception("the listener of the engine's events failed")
-
-    def _free_staging(self, seq: Sequence) -> None:
-        if seq.staging_bytes:
-            self._transport.staging.give_back(seq.staging_bytes)
-            seq.staging_bytes = 0
-
-
-def scores_prompt(seq: Sequence) -> bool:
-    """Whether all of its prompt must be computed, for its log probabilities."""
-    return seq.to_score > 0
 
 
 def seed_of(seed: int, sample: int) -> int:

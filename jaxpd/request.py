@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from jaxpd.errors import InvalidArgument, JaxpdError
+from jaxpd.structured import StructuredOutput
 
 if TYPE_CHECKING:
     from jaxpd.life import Life
@@ -35,7 +36,8 @@ class SamplingParams:
     added to their logits. No EOS (unless ignored) and no stop token id comes among the first `min_tokens` tokens; stop
     strings are not held off. `logprobs` is the number of likeliest tokens reported beside each token that was sampled:
     0 for its own log probability alone, None for nothing. `prompt_logprobs` is the same for the tokens of the prompt,
-    all of which are computed for it, whatever the prefix cache has.
+    all of which are computed for it, whatever the prefix cache has. `structured` is what the text has to match; the
+    answer ends when nothing more can follow, also before `min_tokens` and in spite of `ignore_eos`.
     """
 
     max_tokens: int = 128
@@ -55,6 +57,7 @@ class SamplingParams:
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    structured: StructuredOutput | None = None
 
     def validate(self, *, vocab_size: int) -> None:
         """Raises InvalidArgument naming field, value and limit."""
@@ -74,6 +77,8 @@ class SamplingParams:
                 )
         if any(s == "" for s in self.stop):
             raise InvalidArgument("stop holds an empty string, which would stop at once; leave it out", field="stop")
+        if self.structured is not None:
+            self.structured.validate()
         self._validate_options(vocab_size)
 
     def _validate_options(self, vocab_size: int) -> None:

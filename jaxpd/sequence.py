@@ -32,6 +32,7 @@ import numpy as np
 from jaxpd.cache.keys import Chain
 from jaxpd.cache.prefix import PrefixLease
 from jaxpd.errors import JaxpdError
+from jaxpd.grammar import GrammarState
 from jaxpd.life import Life, Stage
 from jaxpd.policies.queueing import Rank
 from jaxpd.request import FinishReason, Request, TokenLogprobs
@@ -70,6 +71,7 @@ class Sequence:
     chain: Chain  # names of its full pages; knows no token where the prefix cache is off
     sample: int = 0
     seed: int = 0
+    grammar: GrammarState | None = None  # where its output stands in what it has to match
     siblings: list[Sequence] = dataclasses.field(default_factory=list)  # of sample 0: those that wait for its prompt
     state: State = State.QUEUED
     life: Life = dataclasses.field(default_factory=Life)
@@ -177,14 +179,21 @@ class Sequence:
         self.fill_len = self.prompt_len + len(self.outputs)
 
     def add_output(self, token: int, at_s: float) -> tuple[FinishReason, int | None] | None:
-        """Takes one read-back token; (reason, stop token) when it was the last one."""
+        """Takes one read-back token; (reason, stop token) when it was the last one.
+
+        Raises InvalidArgument where a grammar turns out to be too complex, RuntimeError for a token that it forbids.
+        """
         params = self.request.params
         self.outputs.append(token)
         if self.chain.length:
             self.chain.extend((token,))
         self.life.token_times.append(at_s)
+        if self.grammar is not None:
+            self.grammar.accept(token)
         if token in params.stop_token_ids or (token in self.eos_ids and not params.ignore_eos):
             return FinishReason.STOP, token
+        if self.grammar is not None and self.grammar.finished:
+            return FinishReason.STOP, token if token in self.eos_ids else None
         if len(self.outputs) >= params.max_tokens:
             return FinishReason.LENGTH, None
         return None

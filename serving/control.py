@@ -16,7 +16,7 @@ from serving.proto.jaxpd.v1 import control_pb2_grpc
 from serving.wire import refuse_unknown_fields
 
 if TYPE_CHECKING:
-    from jaxpd.engine import EngineStats
+    from jaxpd.stats import EngineStats
 
 _STATES = {
     State.STARTING: pb.SERVER_STATE_STARTING,

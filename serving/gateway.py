@@ -49,7 +49,7 @@ from serving.model import ServedModel
 from serving.stream import Live, Reader
 
 if TYPE_CHECKING:
-    from jaxpd.engine import EngineStats
+    from jaxpd.stats import EngineStats
 
 DEFAULT_MAX_TOKENS = SamplingParams().max_tokens
 # Longer prompts are tokenized in a thread, so that nobody's tokens wait for it.

@@ -17,13 +17,17 @@ class Missing(Exception):
 
 
 class Worker:
-    """One engine's process; see worker.py for what it is told."""
+    """One engine's process; see worker.py for what it is told. `path`, where given, is searched for modules first."""
 
-    def __init__(self, name: str, python: str, module: str, options: dict[str, Any], logs: pathlib.Path) -> None:
+    def __init__(
+        self, name: str, python: str, module: str, options: dict[str, Any], logs: pathlib.Path, path: str | None = None
+    ) -> None:
         self.name = name
         self.log = logs / f"{name.replace(' ', '-')}-{time.monotonic_ns()}.log"
         command = [python, str(WORKER), module, json.dumps(options)]
         environment = {**os.environ, "JAX_PLATFORMS": "cpu", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
+        if path is not None:
+            environment["PYTHONPATH"] = os.pathsep.join([path, *filter(None, [environment.get("PYTHONPATH")])])
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
                 command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True

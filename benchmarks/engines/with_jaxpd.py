@@ -8,11 +8,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import pathlib
 import time
 from typing import Any
 
 from jaxpd import LLM, SamplingParams
+from jaxpd.config import EngineConfig
 
 
 class Engine:
@@ -20,6 +22,9 @@ class Engine:
 
     def __init__(self, options: dict[str, Any]) -> None:
         cache = options["compile_cache"]
+        # the peers compute every prompt anew; a checkout of before there was a prefix cache has no such option
+        known = {field.name for field in dataclasses.fields(EngineConfig)}
+        off: dict[str, Any] = {"prefix_cache": False} if "prefix_cache" in known else {}
         self.llm = LLM(
             options["model"],
             prefill_mesh="1x1",
@@ -28,8 +33,8 @@ class Engine:
             max_num_seqs=options["rows"],
             max_model_len=options["max_model_len"],
             kv_memory=options["kv_memory"],
-            prefix_cache=False,  # the peers compute every prompt anew
             compile_cache=None if cache is None else pathlib.Path(cache),
+            **off,
         )
 
     def about(self) -> dict[str, Any]:

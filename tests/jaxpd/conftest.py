@@ -13,9 +13,10 @@ import pytest
 
 from jaxpd.checkpoints import resolve
 from jaxpd.config import EngineConfig
-from jaxpd.engine import Engine, EngineStats
+from jaxpd.engine import Engine
 from jaxpd.progress import SilentProgress
 from jaxpd.request import Event, FinishEvent, Request, SamplingParams, TokenLogprobs, TokensEvent
+from jaxpd.stats import EngineStats
 
 
 @dataclasses.dataclass
@@ -53,7 +54,9 @@ class Running:
                 assert not answer.finishes, "a token after the end"
                 answer.token_ids.extend(event.token_ids)
                 answer.logprobs.extend(event.logprobs or ())
-                answer.prompt_logprobs = answer.prompt_logprobs or event.prompt_logprobs
+                if event.prompt_logprobs is not None:
+                    assert event.first_index == event.sample == 0
+                    answer.prompt_logprobs = event.prompt_logprobs
                 self.on_token(event)
             else:
                 answer.finishes.append(event)

@@ -101,7 +101,7 @@ def test_a_hit_whose_pages_were_lost_is_an_error_and_no_wrong_answer(
     running = started("smollm2", "1x1", "1x1")
     running.submit("warm", LONG["prompt_ids"], max_tokens=4)
     running.wait()
-    offer, (decode,) = running.engine._transport.offer, running.engine._decode
+    offer, (decode,) = running.engine._transport.offer, running.engine._reservations.decode
 
     def after_a_failure(*args: Any) -> int:
         decode.spaces[0].forget()  # what a failed step does

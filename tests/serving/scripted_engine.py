@@ -13,9 +13,9 @@ from typing import Any
 
 import tokenizers
 
-from jaxpd.engine import EngineStats, ReplicaStats
 from jaxpd.errors import JaxpdError, ResourceExhausted, Unavailable
 from jaxpd.request import Event, FinishEvent, FinishReason, Request, Timings, TokensEvent, Usage
+from jaxpd.stats import EngineStats, ReplicaStats
 from jaxpd.tokenizer import Tokenizer
 from serving.model import ServedModel
 
