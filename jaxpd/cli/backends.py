@@ -10,9 +10,11 @@ from typing import Any, Protocol
 
 from jaxpd.cli.prompts import Prompt
 from jaxpd.cli.render import Result
+from jaxpd.cli.structured import FLAGS
 from jaxpd.errors import InvalidArgument, JaxpdError
 from jaxpd.progress import Progress
 from jaxpd.request import FinishReason, SamplingParams, Timings, Usage
+from jaxpd.structured import StructuredOutput
 
 MAX_CALLS = 64  # to a server at once, one thread each
 
@@ -128,6 +130,8 @@ def check_remote(params: SamplingParams, server: str) -> None:
         value = getattr(params, field.name)
         if field.name not in SENT and value != getattr(SamplingParams(), field.name):
             flag = f"--{field.name.replace('_', '-')}"
+            if isinstance(value, StructuredOutput):
+                flag = FLAGS[value.kind]
             raise InvalidArgument(
                 f"{flag} cannot go with --server {server}: the protocol does not carry it; leave one of them out",
                 field=field.name,

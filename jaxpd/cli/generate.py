@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from jaxpd.cli import backends, options, prompts
+from jaxpd.cli import backends, options, prompts, structured
 from jaxpd.cli.progress import console_progress
 from jaxpd.cli.render import Result, result_json, summary
 from jaxpd.errors import InvalidArgument
@@ -19,6 +19,7 @@ from jaxpd.request import SamplingParams
 
 PROMPT = "Prompt (give one)"
 SAMPLING = "Sampling"
+MATCHING = "What the answer matches (give one)"
 OUTPUT = "Where it runs, what it prints"
 ANY_VOCAB = 2**31  # sampling parameters are checked before a model, and with it a vocabulary, is there
 
@@ -146,6 +147,42 @@ def generate(
     ignore_eos: Annotated[
         bool, typer.Option("--ignore-eos", help="Go on after an end-of-sequence token.", rich_help_panel=SAMPLING)
     ] = False,
+    json_schema: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE|{...}",
+            help="JSON that this JSON schema accepts.",
+            show_default=False,
+            rich_help_panel=MATCHING,
+        ),
+    ] = None,
+    regex: Annotated[
+        str | None,
+        typer.Option(
+            metavar="REGEX",
+            help="Text that this regular expression matches as a whole.",
+            show_default=False,
+            rich_help_panel=MATCHING,
+        ),
+    ] = None,
+    choice: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="TEXT",
+            help="This text; give it again for each other that it may be.",
+            show_default=False,
+            rich_help_panel=MATCHING,
+        ),
+    ] = None,
+    grammar: Annotated[
+        pathlib.Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Text of the context-free grammar in this file, in Lark's notation.",
+            show_default=False,
+            rich_help_panel=MATCHING,
+        ),
+    ] = None,
     server: Annotated[
         str | None,
         typer.Option(
@@ -202,6 +239,7 @@ def generate(
             options.parse_token_ids(stop_token_ids, flag="--stop-token-ids") if stop_token_ids is not None else ()
         ),
         ignore_eos=ignore_eos,
+        structured=structured.from_flags(json_schema, regex, choice, grammar),
     )
     params.validate(vocab_size=ANY_VOCAB)
     for field, asked in (("logprobs", logprobs), ("prompt_logprobs", prompt_logprobs)):

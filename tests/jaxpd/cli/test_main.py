@@ -46,7 +46,7 @@ def test_version_and_help() -> None:
             "--prompt --prompt-ids --chat --prompt-file --max-tokens --temperature --seed --ignore-eos "
             "--top-k --top-p --min-p --repetition-penalty --presence-penalty --frequency-penalty --logit-bias "
             "--min-tokens --logprobs --prompt-logprobs --n --stop --stop-token-ids "
-            "--reserve-tokens --local-prefill --step-timeout "
+            "--reserve-tokens --local-prefill --step-timeout --json-schema --regex --choice --grammar "
             "--prefill-mesh --decode-mesh --server --json --max-model-len --page-size --max-num-seqs "
             "--max-num-batched-tokens --kv-memory --dtype --compile-cache",
         ),
@@ -96,6 +96,12 @@ def test_help_shows_defaults() -> None:
             ["generate", "--prompt", "a", "--server", "h:1", "--step-timeout", "9", "--local-prefill", "auto"],
             "--local-prefill, --step-timeout cannot go with --server h:1",
         ),
+        (["generate", "--prompt", "a", "--server", "h:1", "--regex", "a+"], "--regex cannot go with --server h:1"),
+        (["generate", "--prompt", "a", "--server", "h:1", "--choice", "a"], "--choice cannot go with --server h:1"),
+        (["generate", "--prompt", "a", "--server", "h:1", "--json-schema", "{}"], "--json-schema cannot go with"),
+        (["generate", "--prompt", "a", "--choice", "b", "--choice", ""], "structured_output.choices holds an empty"),
+        (["generate", "--prompt", "a", "--json-schema", "{a"], "structured_output.text='{a' must be a JSON schema"),
+        (["generate", "--prompt", "a", "--regex", "a", "--choice", "b"], "--regex and --choice cannot go together"),
         (["generate", "--prompt", "a", "--reserve-tokens", "0"], "--reserve-tokens 0 must be at least 1"),
         (["serve", "--reserve-tokens", "0"], "--reserve-tokens 0 must be at least 1"),
         (["serve", "--local-prefill", "some"], "--local-prefill some must be never, auto, or the most tokens"),
