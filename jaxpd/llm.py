@@ -15,55 +15,20 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from jaxpd.answers import Answer, Completion, Delta
 from jaxpd.checkpoints import resolve
 from jaxpd.config import EngineConfig
 from jaxpd.engine import Engine
 from jaxpd.errors import InvalidArgument, JaxpdError
 from jaxpd.progress import Progress, SilentProgress
-from jaxpd.request import (
-    MAX_SEED,
-    Event,
-    FinishReason,
-    Request,
-    SamplingParams,
-    Timings,
-    TokenLogprobs,
-    TokensEvent,
-    Usage,
-)
+from jaxpd.request import MAX_SEED, Event, Request, SamplingParams
 from jaxpd.startup import prepare_devices
-from jaxpd.text import TextStream, to_prompt_ids
+from jaxpd.text import to_prompt_ids
 from jaxpd.tokenizer import Tokenizer
 
+__all__ = ["LLM", "Completion", "Delta", "Prompt"]
+
 Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]  # text, token ids or chat messages
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Completion:
-    """One finished answer. `token_ids` are complete (EOS and stop tokens included); `text` hides special tokens.
-
-    `logprobs` has one entry a token where the request asked for them.
-    """
-
-    request_id: str
-    prompt_ids: tuple[int, ...]
-    token_ids: tuple[int, ...]
-    text: str
-    finish_reason: FinishReason
-    stop_token_id: int | None
-    usage: Usage
-    timings: Timings
-    error: JaxpdError | None = None
-    logprobs: tuple[TokenLogprobs, ...] | None = None
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Delta:
-    """New tokens, their log probabilities where asked for, and the text that became safe to show."""
-
-    token_ids: tuple[int, ...]
-    text: str
-    logprobs: tuple[TokenLogprobs, ...] | None = None
 
 
 class LLM:
@@ -83,7 +48,7 @@ class LLM:
         prepare_devices(asked)
         checkpoint = resolve(model, progress=shown)
         self.tokenizer: Tokenizer = checkpoint.tokenizer()
-        self._queues: dict[str, queue.SimpleQueue[Event]] = {}
+        self._inboxes: dict[str, queue.SimpleQueue[Event]] = {}
         self._lock = threading.Lock()
         self.engine = Engine(checkpoint, asked, on_events=self._on_events, progress=shown)
         for line in self.engine.limits.plan_lines():
@@ -91,43 +56,61 @@ class LLM:
         self.engine.start()
 
     def generate(
-        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        priority: int = 0,
+        cache_salt: str = "",
     ) -> list[Completion]:
-        """Answers to all prompts, run concurrently, in order. A request that fails carries its `error`.
+        """Answers to all prompts, run concurrently, in order: the `n` samples of a prompt one after another.
 
-        A single prompt may be given alone. Raises InvalidArgument for a prompt or parameter that cannot be served,
-        before anything runs.
+        A sample that fails carries its `error`. A single prompt may be given alone. `priority` and `cache_salt` are
+        those of `jaxpd.request.Request`, for all prompts of this call. Raises InvalidArgument for a prompt or parameter
+        that cannot be served, before anything runs.
         """
         many = _as_list(prompts)
         each = [params or SamplingParams()] * len(many) if not isinstance(params, Sequence) else list(params)
         if len(each) != len(many):
             raise InvalidArgument(f"{len(each)} sampling params for {len(many)} prompts; give one, or one for each")
-        requests = [self._request(prompt, p) for prompt, p in zip(many, each, strict=True)]
-        answers: dict[str, Completion] = {}
-        waiting, running = list(reversed(requests)), list[Request]()
-        bound = self.engine.limits.max_queued_requests
+        requests = [self._request(prompt, p, priority, cache_salt) for prompt, p in zip(many, each, strict=True)]
+        completions: dict[tuple[str, int], Completion] = {}
+        waiting, running, unfinished = list(reversed(requests)), dict[str, Answer](), 0
+        inbox: queue.SimpleQueue[Event] = queue.SimpleQueue()  # of all of them, so that no stop string is found late
         try:
             while waiting or running:
-                while waiting and len(running) < bound:
+                while waiting and unfinished < self.engine.limits.max_queued_requests:  # which counts samples
                     request = waiting.pop()
-                    self._submit(request)
-                    running.append(request)
-                request = running.pop(0)
-                *_, last = self._events(request)
-                assert isinstance(last, Completion)
-                answers[request.request_id] = last
+                    running[request.request_id] = self._submit(request, inbox)
+                    unfinished += request.params.n
+                event = inbox.get()
+                answer = running[event.request_id]
+                for item in answer.take(event):
+                    if isinstance(item, Completion):
+                        completions[item.request_id, item.sample] = item
+                        unfinished -= 1
+                if not answer.unfinished:
+                    self._forget(running.pop(event.request_id).request)
         finally:
-            self._forget(running)
-        return [answers[request.request_id] for request in requests]
+            for answer in running.values():
+                self._forget(answer.request)
+        return [completions[r.request_id, i] for r in requests for i in range(r.params.n)]
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Delta | Completion]:
-        """Deltas as they come, then the `Completion`. Closing the iterator early aborts the request."""
-        request = self._request(prompt, params or SamplingParams())
-        self._submit(request)
+    def stream(
+        self, prompt: Prompt, params: SamplingParams | None = None, *, priority: int = 0, cache_salt: str = ""
+    ) -> Iterator[Delta | Completion]:
+        """Deltas as they come, and a `Completion` for each of the `n` samples when it ends; `sample` says which it is.
+
+        Closing the iterator early aborts the request with all its samples. Options and errors are those of `generate`.
+        """
+        request = self._request(prompt, params or SamplingParams(), priority, cache_salt)
+        inbox: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        answer = self._submit(request, inbox)
         try:
-            yield from self._events(request)
+            while answer.unfinished:
+                yield from answer.take(inbox.get())
         finally:
-            self._forget([request])
+            self._forget(request)
 
     def close(self) -> None:
         """Ends running requests and frees the devices. Idempotent."""
@@ -139,7 +122,7 @@ class LLM:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _request(self, prompt: Prompt, params: SamplingParams) -> Request:
+    def _request(self, prompt: Prompt, params: SamplingParams, priority: int, cache_salt: str) -> Request:
         if isinstance(prompt, str):
             ids = to_prompt_ids(self.tokenizer, text=prompt)
         elif prompt and isinstance(prompt[0], Mapping):
@@ -149,72 +132,45 @@ class LLM:
         if params.seed is None:
             params = dataclasses.replace(params, seed=secrets.randbelow(MAX_SEED + 1))
         request = Request(
-            request_id=f"req-{secrets.token_hex(8)}", prompt_ids=ids, params=params, arrival_s=time.monotonic()
+            request_id=f"req-{secrets.token_hex(8)}",
+            prompt_ids=ids,
+            params=params,
+            arrival_s=time.monotonic(),
+            priority=priority,
+            cache_salt=cache_salt,
         )
         limits = self.engine.limits
         request.validate(vocab_size=self.engine.checkpoint.config.vocab_size, max_model_len=limits.max_model_len)
         return request
 
-    def _submit(self, request: Request) -> None:
+    def _submit(self, request: Request, inbox: queue.SimpleQueue[Event]) -> Answer:
+        """Starts a request whose events go to `inbox`. Raises JaxpdError where the engine refuses it."""
         with self._lock:
-            self._queues[request.request_id] = queue.SimpleQueue()
+            self._inboxes[request.request_id] = inbox
         try:
             self.engine.submit(dataclasses.replace(request, arrival_s=time.monotonic()))
         except JaxpdError:
-            self._forget([request])
+            self._forget(request)
             raise
 
-    def _events(self, request: Request) -> Iterator[Delta | Completion]:
-        """The request's events as text, up to and with its Completion."""
-        events = self._queues[request.request_id]
-        text = TextStream(self.tokenizer, stop=request.params.stop)
-        token_ids: list[int] = []
-        logprobs: list[TokenLogprobs] = []
-        stopped = False
-        while True:
-            event = events.get()
-            if isinstance(event, TokensEvent):
-                if stopped:
-                    continue  # tokens that were on their way when a stop string ended it
-                token_ids.extend(event.token_ids)
-                logprobs.extend(event.logprobs or ())
-                yield Delta(token_ids=event.token_ids, text=text.push(event.token_ids), logprobs=event.logprobs)
-                if text.stopped:
-                    stopped = True
-                    self.engine.abort(request.request_id)
-            else:
-                rest = text.finish()
-                if rest:
-                    yield Delta(token_ids=(), text=rest)
-                self._forget([request])
-                yield Completion(
-                    request_id=request.request_id,
-                    prompt_ids=request.prompt_ids,
-                    token_ids=tuple(token_ids),
-                    text=text.text,
-                    finish_reason=FinishReason.STOP if stopped else event.reason,
-                    stop_token_id=event.stop_token_id,
-                    usage=dataclasses.replace(event.usage, completion_tokens=len(token_ids)),
-                    timings=event.timings,
-                    error=event.error,
-                    logprobs=None if request.params.logprobs is None else tuple(logprobs),
-                )
-                return
+        def abort(sample: int) -> None:
+            self.engine.abort(request.request_id, sample=sample)
+
+        return Answer(request, self.tokenizer, self.engine.checkpoint.config.eos_token_ids, abort=abort)
 
     def _on_events(self, events: list[Event]) -> None:
         with self._lock:
-            targets = [(self._queues.get(event.request_id), event) for event in events]
+            targets = [(self._inboxes.get(event.request_id), event) for event in events]
         for target, event in targets:
             if target is not None:
                 target.put(event)
 
-    def _forget(self, requests: Sequence[Request]) -> None:
-        """Aborts requests that still run and drops their queues."""
-        for request in requests:
-            with self._lock:
-                known = self._queues.pop(request.request_id, None)
-            if known is not None:
-                self.engine.abort(request.request_id)
+    def _forget(self, request: Request) -> None:
+        """Aborts what still runs of a request; nobody reads its events any more."""
+        with self._lock:
+            known = self._inboxes.pop(request.request_id, None)
+        if known is not None:
+            self.engine.abort(request.request_id)
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

@@ -10,9 +10,11 @@ from typing import Any, Protocol
 
 from jaxpd.cli.prompts import Prompt
 from jaxpd.cli.render import Result
+from jaxpd.cli.structured import FLAGS
 from jaxpd.errors import InvalidArgument, JaxpdError
 from jaxpd.progress import Progress
 from jaxpd.request import FinishReason, SamplingParams, Timings, Usage
+from jaxpd.structured import StructuredOutput
 
 MAX_CALLS = 64  # to a server at once, one thread each
 
@@ -28,12 +30,12 @@ class Piece:
 class Backend(Protocol):
     """Runs prompts. A request that fails by itself is a `Result` with its error; the others run on."""
 
-    def generate(self, prompts: Sequence[Prompt], params: SamplingParams) -> list[Result]:
-        """All at once; results in the order of the prompts."""
+    def generate(self, prompts: Sequence[Prompt], params: SamplingParams) -> list[list[Result]]:
+        """All at once; the samples of each prompt, in the order of the prompts."""
         ...
 
     def stream(self, prompt: Prompt, params: SamplingParams) -> Iterator[Piece | Result]:
-        """Pieces as they come, then the result."""
+        """Pieces as they come, then the result; for `params.n` of 1."""
         ...
 
 
@@ -69,8 +71,9 @@ class _Local:
     def __init__(self, llm: Any) -> None:
         self._llm = llm
 
-    def generate(self, prompts: Sequence[Prompt], params: SamplingParams) -> list[Result]:
-        return [_completed(c) for c in self._llm.generate([p.value for p in prompts], params)]
+    def generate(self, prompts: Sequence[Prompt], params: SamplingParams) -> list[list[Result]]:
+        results = [_completed(c) for c in self._llm.generate([p.value for p in prompts], params)]
+        return [results[i : i + params.n] for i in range(0, len(results), params.n)]
 
     def stream(self, prompt: Prompt, params: SamplingParams) -> Iterator[Piece | Result]:
         from jaxpd.llm import Completion
@@ -81,16 +84,17 @@ class _Local:
 
 def _completed(completion: Any) -> Result:
     c = completion
-    return Result(tuple(c.token_ids), c.text, c.finish_reason, c.usage, c.timings, c.error, c.logprobs)
+    scores = None if c.prompt_logprobs is None else tuple(zip(c.prompt_ids[1:], c.prompt_logprobs, strict=True))
+    return Result(tuple(c.token_ids), c.text, c.finish_reason, c.usage, c.timings, c.error, c.logprobs, scores)
 
 
 class _Remote:
     def __init__(self, client: Any) -> None:
         self._client = client
 
-    def generate(self, prompts: Sequence[Prompt], params: SamplingParams) -> list[Result]:
+    def generate(self, prompts: Sequence[Prompt], params: SamplingParams) -> list[list[Result]]:
         with concurrent.futures.ThreadPoolExecutor(min(len(prompts), MAX_CALLS)) as pool:
-            return list(pool.map(lambda prompt: self._call(prompt, params), prompts))
+            return [[result] for result in pool.map(lambda prompt: self._call(prompt, params), prompts)]
 
     def _call(self, prompt: Prompt, params: SamplingParams) -> Result:
         try:
@@ -126,6 +130,8 @@ def check_remote(params: SamplingParams, server: str) -> None:
         value = getattr(params, field.name)
         if field.name not in SENT and value != getattr(SamplingParams(), field.name):
             flag = f"--{field.name.replace('_', '-')}"
+            if isinstance(value, StructuredOutput):
+                flag = FLAGS[value.kind]
             raise InvalidArgument(
                 f"{flag} cannot go with --server {server}: the protocol does not carry it; leave one of them out",
                 field=field.name,

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from jaxpd.cli import backends, options, prompts
+from jaxpd.cli import backends, options, prompts, structured
 from jaxpd.cli.progress import console_progress
 from jaxpd.cli.render import Result, result_json, summary
 from jaxpd.errors import InvalidArgument
@@ -19,6 +19,7 @@ from jaxpd.request import SamplingParams
 
 PROMPT = "Prompt (give one)"
 SAMPLING = "Sampling"
+MATCHING = "What the answer matches (give one)"
 OUTPUT = "Where it runs, what it prints"
 ANY_VOCAB = 2**31  # sampling parameters are checked before a model, and with it a vocabulary, is there
 
@@ -55,6 +56,9 @@ def generate(
     max_tokens: Annotated[
         int, typer.Option(metavar="N", help="Most tokens to generate.", rich_help_panel=SAMPLING)
     ] = SamplingParams.max_tokens,
+    n: Annotated[
+        int, typer.Option("--n", metavar="N", help="Answers to each prompt.", rich_help_panel=SAMPLING)
+    ] = SamplingParams.n,
     temperature: Annotated[
         float, typer.Option(metavar="T", help="0 takes the likeliest token.", rich_help_panel=SAMPLING)
     ] = SamplingParams.temperature,
@@ -100,11 +104,38 @@ def generate(
         int,
         typer.Option(metavar="N", help="No end-of-sequence token among the first N tokens.", rich_help_panel=SAMPLING),
     ] = SamplingParams.min_tokens,
+    stop: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="TEXT",
+            help="End the answer before this text; give it again for more than one.",
+            show_default=False,
+            rich_help_panel=SAMPLING,
+        ),
+    ] = None,
+    stop_token_ids: Annotated[
+        str | None,
+        typer.Option(
+            metavar="1,2,3",
+            help="End the answer at one of these tokens, as at the end of a sequence.",
+            show_default=False,
+            rich_help_panel=SAMPLING,
+        ),
+    ] = None,
     logprobs: Annotated[
         int | None,
         typer.Option(
             metavar="N",
             help="With --json: the log probability of each token, and the N likeliest beside it (0 to 20).",
+            show_default=False,
+            rich_help_panel=SAMPLING,
+        ),
+    ] = None,
+    prompt_logprobs: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            help="With --json: the same for each token of the prompt but the first.",
             show_default=False,
             rich_help_panel=SAMPLING,
         ),
@@ -116,6 +147,42 @@ def generate(
     ignore_eos: Annotated[
         bool, typer.Option("--ignore-eos", help="Go on after an end-of-sequence token.", rich_help_panel=SAMPLING)
     ] = False,
+    json_schema: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE|{...}",
+            help="JSON that this JSON schema accepts.",
+            show_default=False,
+            rich_help_panel=MATCHING,
+        ),
+    ] = None,
+    regex: Annotated[
+        str | None,
+        typer.Option(
+            metavar="REGEX",
+            help="Text that this regular expression matches as a whole.",
+            show_default=False,
+            rich_help_panel=MATCHING,
+        ),
+    ] = None,
+    choice: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="TEXT",
+            help="This text; give it again for each other that it may be.",
+            show_default=False,
+            rich_help_panel=MATCHING,
+        ),
+    ] = None,
+    grammar: Annotated[
+        pathlib.Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Text of the context-free grammar in this file, in Lark's notation.",
+            show_default=False,
+            rich_help_panel=MATCHING,
+        ),
+    ] = None,
     server: Annotated[
         str | None,
         typer.Option(
@@ -127,17 +194,25 @@ def generate(
     ] = None,
     as_json: Annotated[
         bool,
-        typer.Option("--json", help="Print one JSON object (a list for --prompt-file).", rich_help_panel=OUTPUT),
+        typer.Option(
+            "--json",
+            help="Print one JSON object for each prompt (a list for --prompt-file); with --n above 1, a list of "
+            "objects for each.",
+            rich_help_panel=OUTPUT,
+        ),
     ] = False,
     mode: options.Mode = None,
     mesh: options.Mesh = None,
     prefill_mesh: options.PrefillMesh = None,
     decode_mesh: options.DecodeMesh = None,
+    local_prefill: options.LocalPrefill = None,
     max_model_len: options.MaxModelLen = None,
     page_size: options.PageSize = None,
     max_num_seqs: options.MaxNumSeqs = None,
     max_num_batched_tokens: options.MaxNumBatchedTokens = None,
     kv_memory: options.KvMemory = None,
+    reserve_tokens: options.ReserveTokens = None,
+    step_timeout: options.StepTimeout = None,
     dtype: options.Dtype = None,
     prefix_cache: options.PrefixCache = None,
     kernels: options.Kernels = None,
@@ -146,6 +221,7 @@ def generate(
     """Generate text from prompts, in this process or on a server."""
     params = SamplingParams(
         max_tokens=max_tokens,
+        n=n,
         temperature=temperature,
         top_k=top_k,
         top_p=top_p,
@@ -156,12 +232,20 @@ def generate(
         logit_bias=options.parse_logit_bias(logit_bias) if logit_bias is not None else {},
         min_tokens=min_tokens,
         logprobs=logprobs,
+        prompt_logprobs=prompt_logprobs,
         seed=seed,
+        stop=tuple(stop or ()),
+        stop_token_ids=(
+            options.parse_token_ids(stop_token_ids, flag="--stop-token-ids") if stop_token_ids is not None else ()
+        ),
         ignore_eos=ignore_eos,
+        structured=structured.from_flags(json_schema, regex, choice, grammar),
     )
     params.validate(vocab_size=ANY_VOCAB)
-    if logprobs is not None and not as_json:
-        raise InvalidArgument(f"--logprobs {logprobs} is shown in JSON only; add --json", field="logprobs")
+    for field, asked in (("logprobs", logprobs), ("prompt_logprobs", prompt_logprobs)):
+        if asked is not None and not as_json:
+            flag = f"--{field.replace('_', '-')}"
+            raise InvalidArgument(f"{flag} {asked} is shown in JSON only; add --json", field=field)
     if server is not None:
         backends.check_remote(params, server)
     inputs = prompts.from_flags(prompt, prompt_ids, chat, prompt_file)
@@ -170,36 +254,56 @@ def generate(
         mesh=mesh,
         prefill_mesh=prefill_mesh,
         decode_mesh=decode_mesh,
+        local_prefill=local_prefill,
         max_model_len=max_model_len,
         page_size=page_size,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
         kv_memory=kv_memory,
+        reserve_tokens=reserve_tokens,
+        step_timeout_s=step_timeout,
         dtype=dtype,
         prefix_cache=prefix_cache,
         kernels=kernels,
         compile_cache=compile_cache,
     )
     with _backend(server, model, engine) as backend:
-        if not as_json and len(inputs) == 1:
-            results = [_stream(backend, inputs[0], params)]
-        else:
-            results = backend.generate(inputs, params)
+        streams = not as_json and len(inputs) == n == 1  # what comes interleaved is shown when it is whole
+        results = [[_stream(backend, inputs[0], params)]] if streams else backend.generate(inputs, params)
     if as_json:
-        objects = [result_json(result) for result in results]
-        print(json.dumps(objects if prompt_file is not None else objects[0]), flush=True)
-    elif len(inputs) > 1:
-        for i, result in enumerate(results):
-            print(f"--- prompt {i}\n{_shown(result.token_ids, result.text)}", flush=True)
-    for item, result in zip(inputs, results, strict=True):
-        where = f"{item.label}: " if prompt_file is not None else ""
-        if result.error is not None:
-            print(f"{where}error: {result.error}", file=sys.stderr)
-        elif not as_json:
-            print(f"{where}{summary(result)}", file=sys.stderr)
-    errors = [result.error for result in results if result.error is not None]
+        values = [_value(samples, n) for samples in results]
+        print(json.dumps(values if prompt_file is not None else values[0]), flush=True)
+    elif not streams:
+        _print_all(results)
+    for item, samples in zip(inputs, results, strict=True):
+        for i, result in enumerate(samples):
+            where = [item.label] * (prompt_file is not None) + [f"sample {i}"] * (len(samples) > 1)
+            _report(result, "".join(f"{part}: " for part in where), with_summary=not as_json)
+    errors = [result.error for samples in results for result in samples if result.error is not None]
     if errors:
         raise typer.Exit(errors[0].exit_code)
+
+
+def _value(samples: Sequence[Result], n: int) -> Any:
+    """What `--json` prints for one prompt: an object, or a list of them where several samples were asked for."""
+    objects = [result_json(result) for result in samples]
+    return objects if n > 1 else objects[0]
+
+
+def _print_all(results: Sequence[Sequence[Result]]) -> None:
+    """Every answer under a heading that says which prompt and which sample it belongs to, where there are several."""
+    for i, samples in enumerate(results):
+        for j, result in enumerate(samples):
+            parts = [f"prompt {i}"] * (len(results) > 1) + [f"sample {j}"] * (len(samples) > 1)
+            print(f"--- {', '.join(parts)}\n{_shown(result.token_ids, result.text)}", flush=True)
+
+
+def _report(result: Result, where: str, *, with_summary: bool) -> None:
+    """The line about one answer on stderr."""
+    if result.error is not None:
+        print(f"{where}error: {result.error}", file=sys.stderr)
+    elif with_summary:
+        print(f"{where}{summary(result)}", file=sys.stderr)
 
 
 def _backend(
@@ -209,7 +313,7 @@ def _backend(
     if server is None:
         return backends.local(model or options.DEFAULT_MODEL, console_progress(), engine)
     if engine:
-        flags = ", ".join(f"--{name.replace('_', '-')}" for name in engine)
+        flags = ", ".join(map(options.flag_of, engine))
         raise InvalidArgument(
             f"{flags} cannot go with --server {server}, whose meshes and limits were chosen at its start; leave it out",
             field=next(iter(engine)),

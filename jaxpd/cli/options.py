@@ -47,7 +47,7 @@ def parse_token_ids(text: str, *, flag: str = "--prompt-ids") -> tuple[int, ...]
         except ValueError:
             raise InvalidArgument(
                 f"{flag}: {piece.strip()!r} is not a token id; write numbers with commas, such as 1,2,3",
-                field="prompt_ids",
+                field=flag.lstrip("-").replace("-", "_"),
             ) from None
     return tuple(ids)
 
@@ -92,10 +92,15 @@ def engine_fields(*, kv_memory: str | None, **fields: Any) -> dict[str, Any]:
     return given
 
 
+def flag_of(field: str) -> str:
+    """The flag that sets a field of `EngineConfig`: `step_timeout_s` is --step-timeout."""
+    return f"--{field.removesuffix('_s').replace('_', '-')}"
+
+
 def _check_mesh(field: str, text: str | None) -> None:
     if text is not None:
         try:
-            parse_mesh_specs(text, name=f"--{field.replace('_', '-')}")
+            parse_mesh_specs(text, name=flag_of(field))
         except ValueError as error:
             raise InvalidArgument(str(error), field=field) from None
 
@@ -208,6 +213,36 @@ MaxQueuedRequests = Annotated[
     typer.Option(
         metavar="N",
         help="Most requests that wait; one more is refused with a hint when to try again.",
+        rich_help_panel=LIMITS,
+    ),
+]
+ReserveTokens = Annotated[
+    int | None,
+    typer.Option(
+        metavar="TOKENS",
+        help="Room that is kept free for an answer before its prompt is computed. What grows longer takes pages as it "
+        "needs them; where there are none, the youngest sequence gives up its own and is computed again later.",
+        show_default=str(EngineConfig.reserve_tokens),
+        rich_help_panel=LIMITS,
+    ),
+]
+LocalPrefill = Annotated[
+    str | None,
+    typer.Option(
+        metavar="never|auto|TOKENS",
+        help="Prompts that the decode mesh computes itself: none, those so short that a hand-off does not pay by the "
+        "times measured so far, or those of at most so many tokens that no cache has.",
+        show_default=EngineConfig.local_prefill,
+        rich_help_panel=MESHES,
+    ),
+]
+StepTimeout = Annotated[
+    float | None,
+    typer.Option(
+        metavar="SECONDS",
+        help="A device step that takes longer counts as stuck: the log gets all stacks, and its requests end with an "
+        "error.",
+        show_default=f"{EngineConfig.step_timeout_s:g}",
         rich_help_panel=LIMITS,
     ),
 ]

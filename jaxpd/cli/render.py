@@ -26,6 +26,8 @@ class Result:
     timings: Timings
     error: JaxpdError | None = None
     logprobs: tuple[TokenLogprobs, ...] | None = None  # one a token, where asked for
+    # of the prompt, from its second token on: (token id, its log probabilities), where asked for
+    prompt_logprobs: tuple[tuple[int, TokenLogprobs], ...] | None = None
 
 
 def seconds(value: float) -> str:
@@ -55,8 +57,8 @@ def amount(value: float, unit: str, *, of: float | None = None) -> str:
 
 
 def result_json(done: Result) -> dict[str, Any]:
-    """The object that `--json` prints for one prompt; `error` is there only where the request failed, `logprobs` only
-    where it asked for them.
+    """The object that `--json` prints for one answer; `error` is there only where the request failed, `logprobs` and
+    `prompt_logprobs` only where it asked for them (the latter in the first sample).
     """
     out: dict[str, Any] = {
         "token_ids": list(done.token_ids),
@@ -66,13 +68,16 @@ def result_json(done: Result) -> dict[str, Any]:
         "timings": dataclasses.asdict(done.timings),
     }
     if done.logprobs is not None:
-        out["logprobs"] = [
-            {"logprob": token.logprob, "top": [{"token_id": i, "logprob": p} for i, p in token.top]}
-            for token in done.logprobs
-        ]
+        out["logprobs"] = [_logprobs_json(token) for token in done.logprobs]
+    if done.prompt_logprobs is not None:
+        out["prompt_logprobs"] = [{"token_id": i, **_logprobs_json(token)} for i, token in done.prompt_logprobs]
     if done.error is not None:
         out["error"] = {"code": done.error.code, "message": str(done.error)}
     return out
+
+
+def _logprobs_json(token: TokenLogprobs) -> dict[str, Any]:
+    return {"logprob": token.logprob, "top": [{"token_id": i, "logprob": p} for i, p in token.top]}
 
 
 def summary(done: Result) -> str:

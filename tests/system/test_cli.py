@@ -135,6 +135,43 @@ def test_a_prompt_file_gives_a_list_in_order_the_same_with_and_without_server(
     assert [a["text"] for a in local] == [a["text"] for a in remote]
 
 
+def test_what_ends_an_answer_is_the_same_with_and_without_server(server: Server, cache: pathlib.Path) -> None:
+    asked = ("--prompt", "hello world", "--max-tokens", 12, "--ignore-eos", "--json")
+    there, here = ("generate", "--server", server.address), ("generate", MODEL, "--compile-cache", cache, *SMALL)
+    full = json.loads(run(*there, *asked).stdout)
+    stop, ids = full["text"][4:6], full["token_ids"]
+    at = next(i for i, token in enumerate(ids) if i > 2 and token not in ids[:i])
+    for more in (("--stop", "not in it", "--stop", stop), ("--stop-token-ids", f"0,{ids[at]}")):
+        remote, local = (json.loads(run(*where, *asked, *more).stdout) for where in (there, here))
+        for key in ("token_ids", "text", "finish_reason", "usage"):
+            assert remote[key] == local[key], key
+        assert local["finish_reason"] == "stop"
+        if more[0] == "--stop":
+            assert local["text"] == full["text"][: full["text"].index(stop)]
+        else:
+            assert local["token_ids"] == ids[: at + 1] and full["text"].startswith(local["text"])
+
+
+def test_samples_have_headings_and_lists(cache: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    path = tmp_path / "prompts.json"
+    path.write_text(json.dumps([{"prompt_ids": [5, 6, 7]}, {"prompt_ids": [9]}]))
+    asked = ("--n", 2, "--temperature", 1, "--seed", 4, "--max-tokens", 5, "--ignore-eos")
+    engine = ("--compile-cache", cache, "--reserve-tokens", 2, "--local-prefill", 2, "--step-timeout", 200, *SMALL)
+    done = run("generate", MODEL, "--prompt-file", path, *asked, "--json", "--prompt-logprobs", 1, *engine)
+    first, second = json.loads(done.stdout)
+    assert [len(samples) for samples in (first, second)] == [2, 2] and first[0]["token_ids"] != first[1]["token_ids"]
+    assert [scored["token_id"] for scored in first[0]["prompt_logprobs"]] == [6, 7]
+    assert all(len(scored["top"]) == 1 and scored["logprob"] < 0 for scored in first[0]["prompt_logprobs"])
+    assert second[0]["prompt_logprobs"] == [] and "prompt_logprobs" not in first[1]
+    plain = run("generate", MODEL, "--prompt-file", path, *asked, *engine)
+    texts = [(f"prompt {i}, sample {j}", first[j] if i == 0 else second[j]) for i in range(2) for j in range(2)]
+    assert plain.stdout == "".join(f"--- {heading}\n{answer['text']}\n" for heading, answer in texts)
+    assert f"{path}: prompt 1: sample 0: 1 + 5 tokens, ended by length" in plain.stderr
+    one = run("generate", MODEL, "--prompt-ids", "5,6,7", *asked, *engine)
+    assert one.stdout == "".join(f"--- sample {i}\n{first[i]['text']}\n" for i in range(2))
+    assert "\nsample 1: 3" in one.stderr
+
+
 def test_a_refused_prompt_is_an_error_of_its_own(server: Server, tmp_path: pathlib.Path) -> None:
     path = tmp_path / "prompts.json"
     path.write_text(json.dumps([{"prompt_ids": [5]}, {"prompt_ids": [10**6]}, {"prompt_ids": [6]}]))

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
-from jaxpd.cli import backends, generate, main, render
+from jaxpd.cli import backends, generate, main, render, serve
+from jaxpd.config import EngineConfig
 from jaxpd.errors import InvalidArgument, ResourceExhausted
 from jaxpd.request import FinishReason, SamplingParams, Timings, TokenLogprobs, Usage
 from jaxpd.version import __version__
@@ -22,7 +23,7 @@ def run(*args: str) -> Result:
 
 
 def flags_in_help(command: str) -> set[str]:
-    return set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", run(command, "--help").output))
+    return set(re.findall(r"(?<![\w-])--[a-z][a-z-]*", run(command, "--help").output))
 
 
 def test_version_and_help() -> None:
@@ -38,13 +39,14 @@ def test_version_and_help() -> None:
             "serve",
             "--prefill-mesh --decode-mesh --host --grpc-port --max-model-len --page-size --max-num-seqs "
             "--max-num-batched-tokens --kv-memory --dtype --seed --compile-cache --shutdown-timeout "
-            "--max-queued-requests",
+            "--max-queued-requests --reserve-tokens --local-prefill --step-timeout",
         ),
         (
             "generate",
             "--prompt --prompt-ids --chat --prompt-file --max-tokens --temperature --seed --ignore-eos "
             "--top-k --top-p --min-p --repetition-penalty --presence-penalty --frequency-penalty --logit-bias "
-            "--min-tokens --logprobs "
+            "--min-tokens --logprobs --prompt-logprobs --n --stop --stop-token-ids "
+            "--reserve-tokens --local-prefill --step-timeout --json-schema --regex --choice --grammar "
             "--prefill-mesh --decode-mesh --server --json --max-model-len --page-size --max-num-seqs "
             "--max-num-batched-tokens --kv-memory --dtype --compile-cache",
         ),
@@ -79,6 +81,33 @@ def test_help_shows_defaults() -> None:
         (["generate", "--prompt", "a", "--min-tokens", "200"], "min_tokens=200 must be between 0 and max_tokens"),
         (["generate", "--prompt", "a", "--logprobs", "21", "--json"], "logprobs=21 must be between 0 and 20"),
         (["generate", "--prompt", "a", "--logprobs", "2"], "--logprobs 2 is shown in JSON only; add --json"),
+        (["generate", "--prompt", "a", "--prompt-logprobs", "21", "--json"], "prompt_logprobs=21 must be between 0"),
+        (["generate", "--prompt", "a", "--prompt-logprobs", "0"], "--prompt-logprobs 0 is shown in JSON only; add"),
+        (["generate", "--prompt", "a", "--n", "0"], "n=0 must be between 1 and 128"),
+        (["generate", "--prompt", "a", "--stop", "x", "--stop", ""], "stop holds an empty string"),
+        (["generate", "--prompt", "a", "--stop-token-ids", "5,x"], "--stop-token-ids: 'x' is not a token id"),
+        (["generate", "--prompt", "a", "--stop-token-ids", "-5"], "stop_token_ids holds -5, which is outside"),
+        (["generate", "--prompt", "a", "--server", "h:1", "--n", "2"], "--n cannot go with --server h:1"),
+        (
+            ["generate", "--prompt", "a", "--server", "h:1", "--json", "--prompt-logprobs", "0"],
+            "--prompt-logprobs cannot go with --server h:1",
+        ),
+        (
+            ["generate", "--prompt", "a", "--server", "h:1", "--step-timeout", "9", "--local-prefill", "auto"],
+            "--local-prefill, --step-timeout cannot go with --server h:1",
+        ),
+        (["generate", "--prompt", "a", "--server", "h:1", "--regex", "a+"], "--regex cannot go with --server h:1"),
+        (["generate", "--prompt", "a", "--server", "h:1", "--choice", "a"], "--choice cannot go with --server h:1"),
+        (["generate", "--prompt", "a", "--server", "h:1", "--json-schema", "{}"], "--json-schema cannot go with"),
+        (["generate", "--prompt", "a", "--choice", "b", "--choice", ""], "structured_output.choices holds an empty"),
+        (["generate", "--prompt", "a", "--json-schema", "{a"], "structured_output.text='{a' must be a JSON schema"),
+        (["generate", "--prompt", "a", "--regex", "a", "--choice", "b"], "--regex and --choice cannot go together"),
+        (["generate", "--prompt", "a", "--reserve-tokens", "0"], "--reserve-tokens 0 must be at least 1"),
+        (["serve", "--reserve-tokens", "0"], "--reserve-tokens 0 must be at least 1"),
+        (["serve", "--local-prefill", "some"], "--local-prefill some must be never, auto, or the most tokens"),
+        (["serve", "--local-prefill", "8", "--mode", "chunked"], "--local-prefill 8 is for --mode disaggregated"),
+        (["serve", "--step-timeout", "0"], "--step-timeout 0.0 must be above 0 seconds"),
+        (["generate", "--prompt", "a", "--step-timeout", "nan"], "--step-timeout nan must be above 0 seconds"),
         (["generate", "--prompt", "a", "--logit-bias", "5=1"], "--logit-bias: '5=1' is not ID:BIAS"),
         (["generate", "--prompt", "a", "--logit-bias", "5:1,5:2"], "--logit-bias names token 5 twice"),
         (["generate", "--prompt", "a", "--logit-bias", "5:101"], "logit_bias holds 101.0 for token 5"),
@@ -131,6 +160,23 @@ def test_errors_end_as_one_message(monkeypatch: pytest.MonkeyPatch, error: BaseE
     assert with_debug.exit_code == code and "Traceback" in with_debug.stderr and says in with_debug.stderr
 
 
+def test_flags_of_the_engine_reach_its_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The configuration is caught where an engine would be started with it."""
+    caught: list[EngineConfig] = []
+
+    def catch(config: EngineConfig) -> Any:
+        caught.append(config)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(backends, "local", lambda model, progress, config: catch(EngineConfig(**config)))
+    monkeypatch.setattr(serve, "_run", lambda model, config, **_: catch(config))
+    flags = ("--reserve-tokens", "7", "--local-prefill", "33", "--step-timeout", "1.5")
+    assert run("serve", *flags).exit_code == run("generate", "--prompt", "a", *flags).exit_code == 130
+    assert run("serve").exit_code == 130
+    asked = EngineConfig(reserve_tokens=7, local_prefill="33", step_timeout_s=1.5)
+    assert caught == [asked, asked, EngineConfig()]
+
+
 def test_what_is_sent_to_a_server_is_what_its_request_has_a_field_for() -> None:
     """Any other option beside --server is refused and never left out in silence."""
     from serving.messages import GenerateRequest
@@ -146,7 +192,11 @@ def test_json_has_logprobs_where_they_were_asked_for() -> None:
     assert render.result_json(done)["logprobs"] == [
         {"logprob": -0.5, "top": [{"token_id": 7, "logprob": -0.25}, {"token_id": 5, "logprob": -0.5}]}
     ]
-    assert "logprobs" not in render.result_json(dataclasses.replace(done, logprobs=None))
+    scored = render.result_json(dataclasses.replace(done, logprobs=None, prompt_logprobs=((7, logprob),)))
+    assert "logprobs" not in scored and "prompt_logprobs" not in render.result_json(done)
+    assert scored["prompt_logprobs"] == [
+        {"token_id": 7, "logprob": -0.5, "top": [{"token_id": 7, "logprob": -0.25}, {"token_id": 5, "logprob": -0.5}]}
+    ]
 
 
 def test_ids_stand_in_for_text_that_a_model_without_tokenizer_cannot_give() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from jaxpd.cli.options import parse_address, parse_logit_bias, parse_size, parse_token_ids
+from jaxpd.cli.options import flag_of, parse_address, parse_logit_bias, parse_size, parse_token_ids
 from jaxpd.errors import InvalidArgument
 
 
@@ -49,6 +49,18 @@ def test_token_ids() -> None:
 def test_bad_token_ids(text: str) -> None:
     with pytest.raises(InvalidArgument, match="--prompt-ids: .* is not a token id"):
         parse_token_ids(text)
+
+
+def test_bad_token_ids_name_the_flag_that_they_came_with() -> None:
+    with pytest.raises(InvalidArgument, match="--stop-token-ids: 'x' is not a token id") as error:
+        parse_token_ids("1,x", flag="--stop-token-ids")
+    assert error.value.field == "stop_token_ids"
+
+
+def test_flags_of_fields() -> None:
+    """As the help names them: seconds are not part of a flag's name."""
+    names = {"reserve_tokens": "--reserve-tokens", "step_timeout_s": "--step-timeout", "max_num_seqs": "--max-num-seqs"}
+    assert {field: flag_of(field) for field in names} == names
 
 
 @pytest.mark.parametrize("text", ["127.0.0.1:50051", "localhost:1", "[::1]:65535", "tpu-host.example:50051"])
