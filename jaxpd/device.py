@@ -7,6 +7,7 @@ them.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -18,6 +19,15 @@ from jaxpd.sampling import Logprobs, Sampled
 from jaxpd.slot_options import NO_TOKEN, Flag
 from meshes.sharding import DATA, MODEL, replica_mesh, replica_view, shards_of, with_replica
 from meshes.transfer.in_process import Staging
+
+
+class Forwarded(NamedTuple):
+    """A batch whose forward is dispatched, before anything is sampled of it."""
+
+    shape: BatchShape
+    packed: np.ndarray  # [R, M]
+    metadata: jax.Array | np.ndarray  # the same, as programs take it
+    logits: jax.Array  # [R, B, V]
 
 
 class PoolDevice:
@@ -49,19 +59,28 @@ class PoolDevice:
 
     def step(self, shape: BatchShape, replicas: Sequence[Sequence[Row]]) -> Sampled:
         """Dispatches forward, sample and what options need of one batch; the result, [R, B], is still on its way."""
+        return self.sample(self.forward(shape, replicas))
+
+    def forward(self, shape: BatchShape, replicas: Sequence[Sequence[Row]]) -> Forwarded:
+        """Dispatches forward of one batch alone, for a `sample` that has to wait for something."""
         packed = pack(shape, replicas, self._tables)
         metadata = self.put(packed)
         logits, self.pages = self.programs.forward[shape](self.params, self.pages, self.last_tokens, metadata)
+        return Forwarded(shape, packed, metadata, logits)
+
+    def sample(self, batch: Forwarded, mask_RBW: np.ndarray | None = None) -> Sampled:
+        """Dispatches what follows a forward; `mask_RBW`: what each row may sample, in words of `jaxpd.structured`."""
+        shape, packed, metadata, logits = batch
         start, length = shape.fields()["flags"]
         asked = packed[:, start : start + length]
+        changed = logits if mask_RBW is None else self.programs.mask[shape.rows](logits, self.put(mask_RBW))
         if not asked.any():
-            tokens, self.last_tokens = self.programs.sample[shape](logits, self.last_tokens, metadata)
+            tokens, self.last_tokens = self.programs.sample[shape](changed, self.last_tokens, metadata)
             return Sampled(tokens, None)
         flags = Flag(int(np.bitwise_or.reduce(asked, axis=None)))
         head = self.put(np.ascontiguousarray(packed[:, : shape.head.packed_len]))
-        changed = logits
         if flags.needs_slot:
-            changed = self.programs.apply[shape.rows](logits, self.options, self.counts, head)
+            changed = self.programs.apply[shape.rows](changed, self.options, self.counts, head)
         tokens, self.last_tokens = self.programs.sample[shape](changed, self.last_tokens, metadata)
         if not flags & (Flag.COUNT | Flag.LOGPROBS):
             return Sampled(tokens, None)

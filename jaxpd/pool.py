@@ -6,6 +6,7 @@
 
 Step k+1 is dispatched before the tokens of step k are read: a decode takes its input token from the device
 (`from_slot`). So stop conditions are seen one step late, and the surplus token of a sequence that ended is dropped.
+Where a grammar decides what may be sampled, the sampling alone waits until step k's tokens are read, not the forward.
 
 A pool that decodes takes pages one by one as its sequences grow beyond what was reserved. When there is none, the
 youngest sequence of the replica gives way: it goes back to this pool's queue and is computed again from its tokens.
@@ -208,6 +209,7 @@ class Pool:
                 launched = self._launch()
                 while in_flight:
                     self._complete(in_flight.pop(0))
+                self._sample_rest(launched)
                 in_flight = launched  # and no other name for a step that is over: it holds staging
                 launched = []
                 if self.given_up:
@@ -374,6 +376,12 @@ class Pool:
                 log.info("request %s gives way: replica %d has no free page", youngest.request_id, replica)
             seq.capacity = len(lease.pages) * self.device.spec.page_size
 
+    def _sample_rest(self, launched: list[InFlight]) -> None:
+        """Samples what had to wait until the tokens of the step before were read."""
+        for step in launched:
+            for seq, error in self._stepper.sample(step):
+                self._fail(seq, error)
+
     def _complete(self, step: InFlight) -> None:
         """Reads a step's tokens; ends, hands off or goes on with each sequence that sampled one."""
         if step.scored is not None:
@@ -394,7 +402,14 @@ class Pool:
             if seq.state is State.FINISHED:
                 continue
             token, index = tokens[r][i], len(seq.outputs)
-            ended = seq.add_output(token, now)
+            try:
+                ended = seq.add_output(token, now)
+            except Exception as error:  # a grammar that gave up; the token is not the client's
+                log.info("request %s cannot go on", seq.request_id, exc_info=error)
+                failure = error if isinstance(error, JaxpdError) else _internal("its grammar", error)
+                seq.outputs.pop()
+                events += self._end(seq, FinishReason.ERROR, error=failure)
+                continue
             events.append(
                 TokensEvent(
                     request_id=seq.request.request_id,

@@ -2,6 +2,7 @@
 
     forward(params, pages, last_tokens, packed)  -> logits [R, B, V], pages      (pages donated)
     sample(logits, last_tokens, packed)          -> tokens [R, B], last_tokens   (last_tokens donated)
+    mask(logits, words [R, B, W])                -> logits
     apply(logits, options, counts, head)         -> logits
     account(logits, tokens, counts, head)        -> counts, log probabilities    (counts donated)
     set_options(options, rows [R, 1 + K])        -> options                      (donated; a row begins with its slot)
@@ -10,10 +11,11 @@
     gather(pages of one replica, page ids)       -> staging, one array [tp, L, N, S, W] per KV slot
     scatter(pages of one replica, ids, heads)    -> pages of that replica        (donated)
 
-`apply` runs before `sample` and `account` after it, with the model's logits, in steps in which a row has options beyond
-temperature and seed. They depend on the number of rows alone (`head` is the beginning of `packed`), so that all prompt
-buckets share them. `options` and `counts` are explained in `jaxpd.slot_options`. `score` is `forward` for one bucket
-with the logits of every token, for prompt log probabilities; `account` reads them.
+`mask` runs first, in steps in which a row has a grammar; `apply` runs before `sample` and `account` after it, with the
+model's logits, in steps in which a row has options beyond temperature and seed. They depend on the number of rows alone
+(`head` is the beginning of `packed`), so that all prompt buckets share them. `options` and `counts` are explained in
+`jaxpd.slot_options`. `score` is `forward` for one bucket with the logits of every token, for prompt log probabilities;
+`account` reads them.
 
 Everything is compiled ahead of time from shapes; serving calls the executables, so a bucket that was not compiled is
 a KeyError in a test and never a compile at run time. `forward` and `sample` run under `shard_map` over the whole mesh,
@@ -33,11 +35,13 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxpd.batch import BatchShape, unpack
+from jaxpd.mask import apply_mask
 from jaxpd.models.config import ModelConfig
 from jaxpd.models.decoder import abstract_params, merge
 from jaxpd.models.layout import ModelLayout
 from jaxpd.sampling import Logprobs, account, apply_options, sample_tokens
 from jaxpd.slot_options import ROW_LEN
+from jaxpd.structured import mask_words
 from meshes.sharding import DATA, MODEL, ShardingRules, replica_mesh
 from pallas_kernels.batch import ragged_batch
 from pallas_kernels.gather_pages import gather_pages
@@ -139,6 +143,7 @@ class Programs:
 
     forward: dict[BatchShape, Callable[..., Any]] = dataclasses.field(default_factory=dict)
     sample: dict[BatchShape, Callable[..., Any]] = dataclasses.field(default_factory=dict)
+    mask: dict[int, Callable[..., Any]] = dataclasses.field(default_factory=dict)
     apply: dict[int, Callable[..., Any]] = dataclasses.field(default_factory=dict)
     account: dict[int, Callable[..., Any]] = dataclasses.field(default_factory=dict)
     set_row: dict[str, Callable[..., Any]] = dataclasses.field(default_factory=dict)  # "options", "counts"
@@ -162,6 +167,7 @@ class Programs:
             yield f"forward score {shape}", task(self.score, shape, functools.partial(_compile_score, spec))
         rows_scored = {SCORE_TOKENS} if scores else set()
         for rows in sorted({shape.rows for shape in spec.shapes}):
+            yield f"mask b{rows}", task(self.mask, rows, functools.partial(_compile_mask, spec, rows))
             yield f"apply b{rows}", task(self.apply, rows, functools.partial(_compile_apply, spec, rows))
         for rows in sorted({shape.rows for shape in spec.shapes} | rows_scored):
             yield f"account b{rows}", task(self.account, rows, functools.partial(_compile_account, spec, rows))
@@ -274,6 +280,18 @@ def _head_args(spec: ProgramSpec, rows: int) -> dict[str, jax.ShapeDtypeStruct]:
         "counts": _shaped(spec.counts_shape, jnp.uint16, spec.on(COUNTS_SPEC)),
         "head": _shaped((spec.replicas, head.packed_len), jnp.int32, spec.on(P(DATA))),
     }
+
+
+def _compile_mask(spec: ProgramSpec, rows: int) -> Callable[..., Any]:
+    def local(logits_1BV: jax.Array, mask_1BW: jax.Array) -> jax.Array:
+        return apply_mask(logits_1BV[0], mask_1BW[0], tp=spec.layout.tp)[None]
+
+    mapped = jax.shard_map(
+        local, mesh=spec.mesh, in_specs=(LOGITS_SPEC, P(DATA)), out_specs=LOGITS_SPEC, check_vma=False
+    )
+    words = (spec.replicas, rows, mask_words(spec.layout.padded_vocab))
+    args = (_head_args(spec, rows)["logits"], _shaped(words, jnp.int32, spec.on(P(DATA))))
+    return jax.jit(mapped, out_shardings=spec.on(LOGITS_SPEC)).lower(*args).compile()
 
 
 def _compile_apply(spec: ProgramSpec, rows: int) -> Callable[..., Any]:

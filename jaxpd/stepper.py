@@ -8,15 +8,19 @@ from __future__ import annotations
 
 import dataclasses
 
+import numpy as np
+
 from jaxpd.batch import Row, bucket_for, from_slot
 from jaxpd.cache.prefix import PrefixLease
-from jaxpd.device import PoolDevice
+from jaxpd.device import Forwarded, PoolDevice
+from jaxpd.errors import JaxpdError
 from jaxpd.life import Stage
 from jaxpd.limits import PoolLimits
 from jaxpd.programs import SCORE_TOKENS
 from jaxpd.sampling import Logprobs, Sampled
 from jaxpd.sequence import Sequence, State
 from jaxpd.slot_options import Flag, counts_row
+from jaxpd.structured import EVERYTHING, mask_words
 
 Work = list[tuple[Sequence, int]]  # the sequences of one replica in a step, with how many tokens of each
 
@@ -25,7 +29,8 @@ Work = list[tuple[Sequence, int]]  # the sequences of one replica in a step, wit
 class InFlight:
     """A dispatched step: which sequence samples in which row of which replica, and what is scored of a prompt."""
 
-    sampled: Sampled | None = None  # [R, B]
+    sampled: Sampled | None = None  # [R, B]; None as long as its sampling waits for masks
+    forwarded: Forwarded | None = None
     sampling: list[tuple[int, int, Sequence]] = dataclasses.field(default_factory=list)
     scored: tuple[int, Sequence, int, int, Logprobs] | None = None  # replica, sequence, first token, count
     tokens: int = 0  # most of one replica
@@ -64,8 +69,35 @@ class Stepper:
                     sampling.append((r, i, seq))
             rows.append(mine)
         most = max(sum(n for _, n in of) for of in work)
-        sampled = self.device.step(bucket_for(self.limits.shapes, rows), rows)
-        return InFlight(sampled, sampling, tokens=most, prompts=prompts)
+        shape = bucket_for(self.limits.shapes, rows)
+        step = InFlight(sampling=sampling, tokens=most, prompts=prompts)
+        if any(seq.grammar is not None for _, _, seq in sampling):
+            step.forwarded = self.device.forward(shape, rows)
+        else:
+            step.sampled = self.device.step(shape, rows)
+        return step
+
+    def sample(self, step: InFlight) -> list[tuple[Sequence, JaxpdError]]:
+        """Dispatches a sampling that had to wait until the tokens of the step before were read.
+
+        Returns the sequences that cannot go on, and why; what they sample is anything.
+        """
+        batch = step.forwarded
+        if batch is None:
+            return []
+        words = mask_words(self.device.spec.layout.padded_vocab)
+        mask_RBW = np.full((self.device.spec.replicas, batch.shape.rows, words), EVERYTHING, np.int32)
+        failed: list[tuple[Sequence, JaxpdError]] = []
+        for r, i, seq in step.sampling:
+            if seq.grammar is None or seq.state is State.FINISHED:
+                continue
+            try:
+                seq.grammar.mask(mask_RBW[r, i])
+            except JaxpdError as error:
+                failed.append((seq, error))
+                mask_RBW[r, i] = EVERYTHING
+        step.sampled, step.forwarded = self.device.sample(batch, mask_RBW), None
+        return failed
 
     def score(self, replica: int, seq: Sequence) -> InFlight:
         """Dispatches a chunk of a prompt whose log probabilities are asked for; it samples nothing."""

@@ -34,7 +34,7 @@ def test_nobody_starves(sizes: list[int], most_passed: int, look_ahead: int) -> 
     running: list[tuple[int, int]] = []  # pages, round that they end
     for now in range(4 * len(sizes) + 4):
         running = [(pages, end) for pages, end in running if end > now]
-        blocked = []
+        blocked: list[list[int]] = []
         for entry in waiting[: candidates([p for _, _, p in waiting], most_passed=most_passed, look_ahead=look_ahead)]:
             if entry[1] <= 10 - sum(pages for pages, _ in running):
                 running.append((entry[1], now + 2))

@@ -20,7 +20,12 @@ def test_most_of_a_slow_transfer_is_hidden() -> None:
     """
     params = SamplingParams(max_tokens=4, ignore_eos=True)
     prompt = random.Random(7).choices(range(3, 49_000), k=PROMPT)
-    limits: dict[str, Any] = {"max_model_len": PROMPT + 64, "max_num_batched_tokens": CHUNK, "max_num_seqs": 1, "prefix_cache": False}
+    limits: dict[str, Any] = {
+        "max_model_len": PROMPT + 64,
+        "max_num_batched_tokens": CHUNK,
+        "max_num_seqs": 1,
+        "prefix_cache": False,
+    }
     with LLM("smollm2-135m", **limits) as llm:
         transport = llm.engine._transport
         [fast] = llm.generate([prompt], params)
@@ -31,7 +36,9 @@ def test_most_of_a_slow_transfer_is_hidden() -> None:
         whole_s = (transport.cost.total_units - sent) / 3 / LINK
     assert slow.token_ids == fast.token_ids
     assert slow.timings.transfer_exposed_s is not None and slow.timings.prefill_s is not None
-    assert whole_s == pytest.approx(PROMPT * 46_080 / LINK, rel=0.05), "30 layers, 3 heads, keys and values of 64 floats"
+    assert whole_s == pytest.approx(PROMPT * 46_080 / LINK, rel=0.05), (
+        "30 layers, 3 heads, keys and values of 64 floats"
+    )
     rate = PROMPT / slow.timings.prefill_s
     if rate > 1085:
         pytest.skip(f"this machine computes {rate:.0f} prompt tokens/s, more than the link can carry")
