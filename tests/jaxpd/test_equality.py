@@ -17,6 +17,7 @@ import pytest
 
 from jaxpd.sequence import Sequence, State
 from tests.jaxpd.covering import Case, Pair, covering, pairs_of
+from tests.jaxpd.few_pages import kv_memory_of
 
 DATA = pathlib.Path(__file__).parent.parent / "data"
 Started = Callable[..., Any]
@@ -112,15 +113,16 @@ def settings(case: Case, longest: int) -> tuple[tuple[str | None, str | None], d
 
 @pytest.mark.parametrize(("case", "which"), SELECTION)
 def test_greedy_tokens_are_the_reference(
-    case: Case, which: str, started: Started, monkeypatch: pytest.MonkeyPatch
+    case: Case, which: str, started: Started, tiny_folders: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prompts = references(case["model"], which)
     longest = max(len(p["prompt_ids"]) for p in prompts.values())
     meshes, config = settings(case, longest)
     copies = 1
     if case["preempted"]:  # pages for one and a half of the longest sequences, where the pages are largest
-        page_bytes = largest_page(started, case["model"], meshes, config)
-        config |= {"reserve_tokens": 1, "kv_memory": config["max_model_len"] // 16 * 3 // 2 * page_bytes}
+        pages = config["max_model_len"] // 16 * 3 // 2
+        few = kv_memory_of(pages, tiny_folders[case["model"]], prefill_mesh=meshes[0], decode_mesh=meshes[1], **config)
+        config |= {"reserve_tokens": 1, "kv_memory": few}
         copies = 4  # so that each of up to four replicas that decode gets more than it can hold
     back_to_queue = count_preemptions(monkeypatch)
     running = started(case["model"], *meshes, **config)
@@ -145,13 +147,6 @@ def test_greedy_tokens_are_the_reference(
         running.assert_at_baseline()
     assert bool(back_to_queue) == case["preempted"]
     running.engine.close()
-
-
-def largest_page(started: Started, model: str, meshes: tuple[str | None, str | None], config: dict[str, Any]) -> int:
-    """Bytes of a page on a device of the pool where they are most."""
-    probe = started(model, *meshes, **config)
-    probe.engine.close()
-    return max(pool.page_bytes for pool in probe.engine.limits.pools)
 
 
 def count_preemptions(monkeypatch: pytest.MonkeyPatch) -> list[str]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
+import pathlib
 import random
 import threading
 import time
@@ -23,6 +24,7 @@ import pytest
 from jaxpd.errors import InvalidArgument, ResourceExhausted
 from jaxpd.request import FinishReason, Request, SamplingParams
 from jaxpd.sequence import Sequence, State
+from tests.jaxpd.few_pages import kv_memory_of
 from tests.jaxpd.random_requests import EOS, MODEL, decoder, params_of, possible_tokens
 
 Started = Callable[..., Any]
@@ -84,7 +86,7 @@ class Plan:
 
 @pytest.fixture(scope="module")
 def references(started: Started) -> list[Reference]:
-    """Answers of requests that run one by one, on one device each, without a prefix cache; no choice in them is near."""
+    """Answers of requests that ran one by one, on 1x1 and 1x1, without a prefix cache; no choice in them is near."""
     rng = np.random.default_rng(11)
     running = started(MODEL, "1x1", "1x1", prefix_cache=False)
     shared = rng.choice(EOS[0], 64).tolist()
@@ -261,14 +263,16 @@ def quiet(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
 def test_nothing_is_left_and_nobody_is_forgotten(
     way: str,
     started: Started,
+    tiny_folders: dict[str, pathlib.Path],
     references: list[Reference],
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     prefill, decode, config = WAYS[way]
     states = reachable(config.get("mode"))
-    pages = max(p.page_bytes for p in started(MODEL, prefill, decode, **config).engine.limits.pools)
-    running = started(MODEL, prefill, decode, kv_memory=PAGES * pages, **LIMITS, **RESERVE, **config)
+    config = {**LIMITS, **RESERVE, **config}
+    few = kv_memory_of(PAGES, tiny_folders[MODEL], prefill_mesh=prefill, decode_mesh=decode, **config)
+    running = started(MODEL, prefill, decode, kv_memory=few, **config)
     threads = jaxpd_threads()
     storm = Storm(running, plans(random.Random(4), references, states))
     storm.watch(monkeypatch)
