@@ -14,6 +14,7 @@ from pallas_kernels.names import AUTO, NAMES
 DISAGGREGATED = "disaggregated"
 SHARED_MODES = ("decoupled", "chunked", "interleaved")  # one pool does both
 MODES = (DISAGGREGATED, *SHARED_MODES)
+NEVER = "never"
 KERNELS = (AUTO, *NAMES)
 DTYPES = ("float32", "bfloat16")
 
@@ -32,6 +33,9 @@ class EngineConfig:
     max_num_batched_tokens: int | None = None
     kv_memory: int | None = None
     max_queued_requests: int = 256
+    reserve_tokens: int = 512  # of an answer; what grows beyond takes pages as they are needed
+    local_prefill: str = NEVER  # prompts that the decode pool computes itself: "never", "auto", or up to so many tokens
+    step_timeout_s: float = 300.0
     dtype: str | None = None
     prefix_cache: bool = True
     kernels: str = AUTO
@@ -40,7 +44,14 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         self._check_mode()
-        for field in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "kv_memory", "max_queued_requests"):
+        for field in (
+            "max_model_len",
+            "max_num_seqs",
+            "max_num_batched_tokens",
+            "kv_memory",
+            "max_queued_requests",
+            "reserve_tokens",
+        ):
             value = getattr(self, field)
             if value is not None and value < 1:
                 raise InvalidArgument(f"--{field.replace('_', '-')} {value} must be at least 1", field=field)
@@ -48,6 +59,11 @@ class EngineConfig:
             raise InvalidArgument(
                 f"--page-size {self.page_size} must be a power of two from 8 to 256", field="page_size"
             )
+        if not self.step_timeout_s > 0:
+            raise InvalidArgument(
+                f"--step-timeout {self.step_timeout_s} must be above 0 seconds", field="step_timeout_s"
+            )
+        self._check_local_prefill()
         if self.dtype is not None and self.dtype not in DTYPES:
             raise InvalidArgument(f"--dtype {self.dtype} must be one of {', '.join(DTYPES)}", field="dtype")
         if self.kernels not in KERNELS:
@@ -70,3 +86,18 @@ class EngineConfig:
                     "and decodes, give its mesh with --mesh",
                     field=f"{role}_mesh",
                 )
+
+    def _check_local_prefill(self) -> None:
+        asked = self.local_prefill
+        if asked not in (NEVER, AUTO) and not (asked.isdecimal() and int(asked) > 0):
+            raise InvalidArgument(
+                f"--local-prefill {asked} must be {NEVER}, {AUTO}, or the most tokens of a prompt that the decode pool "
+                "computes itself, from 1 on",
+                field="local_prefill",
+            )
+        if asked != NEVER and self.mode in SHARED_MODES:
+            raise InvalidArgument(
+                f"--local-prefill {asked} is for --mode {DISAGGREGATED}: with --mode {self.mode} one pool computes all "
+                "prompts; leave it out",
+                field="local_prefill",
+            )

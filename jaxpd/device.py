@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxpd.batch import BatchShape, Row, pack
 from jaxpd.programs import Programs, ProgramSpec, page_pieces
-from jaxpd.sampling import Sampled
+from jaxpd.sampling import Logprobs, Sampled
 from jaxpd.slot_options import NO_TOKEN, Flag
 from meshes.sharding import DATA, MODEL, replica_mesh, replica_view, shards_of, with_replica
 from meshes.transfer.in_process import Staging
@@ -56,6 +56,29 @@ class PoolDevice:
             return Sampled(tokens, None)
         self.counts, logprobs = self.programs.account[shape.rows](logits, tokens, self.counts, head)
         return Sampled(tokens, logprobs if flags & Flag.LOGPROBS else None)
+
+    def score(self, replica: int, row: Row, targets: Sequence[int]) -> Logprobs:
+        """Dispatches a chunk of a prompt and the log probabilities of `targets`, each given the tokens before it.
+
+        `row` holds at most SCORE_TOKENS tokens; `targets[i]` is what follows its i-th. The result is [R, SCORE_TOKENS],
+        still on its way.
+        """
+        shape, replicas = self.spec.score_shape, self.spec.replicas
+        packed = pack(shape, [[row] if r == replica else [] for r in range(replicas)])
+        logits, self.pages = self.programs.score[shape](
+            self.params, self.pages, self.last_tokens, jax.device_put(packed, self._packed)
+        )
+        head = np.zeros((replicas, BatchShape(0, shape.tokens, 0).packed_len), np.int32)
+        fields = BatchShape(0, shape.tokens, 0).fields()
+        start, length = fields["slots"]
+        head[:, start : start + length] = NO_TOKEN  # out of range: nothing is counted
+        start, _ = fields["flags"]
+        head[replica, start : start + len(targets)] = int(Flag.LOGPROBS)
+        asked = np.zeros((replicas, shape.tokens), np.int32)
+        asked[replica, : len(targets)] = targets
+        tokens, on_device = jax.device_put((asked, head), self._packed)
+        self.counts, logprobs = self.programs.account[shape.tokens](logits, tokens, self.counts, on_device)
+        return logprobs
 
     def set_slot(self, replica: int, slot: int, options_K: np.ndarray, counts_V: np.ndarray | None) -> None:
         """Dispatches writes of what a sequence asks of sampling (rows of `jaxpd.slot_options`) into its slot.

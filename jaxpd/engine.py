@@ -4,9 +4,9 @@ The path of a request, by who has it:
 
     submit   registry (this file), then the queue of a prefill pool              jaxpd/engine.py
     reserve  prefill pages, a decode replica's pages and slot, staging bytes     jaxpd/policies/admission.py
-    prefill  chunks of the prompt in the prefill pool's steps; first token       jaxpd/pool.py, jaxpd/device.py
-    offer    KV gathered into staging; crosses to the decode replica's devices   meshes/transfer/in_process.py
-    accept   scattered into the reserved pages                                   jaxpd/pool.py
+    prefill  chunks of the prompt in the prefill pool's steps; first token       jaxpd/pool.py, jaxpd/stepper.py
+    offer    full pages cross to the decode replica while later chunks compute   jaxpd/handoff.py, meshes/transfer/
+    accept   scattered into the reserved pages; whole once the last has come     jaxpd/handoff.py
     decode   one token per step                                                  jaxpd/pool.py
     finish   everything freed, one FinishEvent                                   this file
 
@@ -26,15 +26,19 @@ from jaxpd.cache.keys import Chain
 from jaxpd.checkpoints.source import Checkpoint
 from jaxpd.config import EngineConfig
 from jaxpd.errors import Internal, InvalidArgument, JaxpdError, ResourceExhausted, Unavailable
+from jaxpd.handoff import Chunk
+from jaxpd.life import Stage
 from jaxpd.limits import Limits
 from jaxpd.models.layout import ModelLayout
 from jaxpd.policies.admission import Need, admit
+from jaxpd.policies.chunking import Costs, prefill_here
 from jaxpd.policies.placement import prefer_prefix
 from jaxpd.pool import Pool
 from jaxpd.progress import Progress, SilentProgress
-from jaxpd.request import Event, FinishEvent, FinishReason, Request, Usage
+from jaxpd.request import MAX_SEED, Event, FinishEvent, FinishReason, Request, Usage
 from jaxpd.sequence import Sequence, State
 from jaxpd.startup import Placement, build_pools, place
+from jaxpd.watchdog import Watchdog
 from meshes.sharding import replica_mesh
 from meshes.transfer.in_process import InProcessTransport, Staging
 
@@ -97,13 +101,14 @@ class Engine:
         self._on_events = on_events
         self._progress = progress or SilentProgress()
         self._placement: Placement = place(checkpoint, config)
-        self._registry: dict[str, Sequence] = {}
+        self._registry: dict[str, dict[int, Sequence]] = {}  # request id -> sample -> what is not finished
         self._lock = threading.Lock()
         self._idle = threading.Condition(self._lock)
         self._state = "starting"
         self._pools: list[Pool] = []
         self._prefill: list[Pool] = []  # where requests start: pools of the role prefill, or mixed
         self._decode: list[Pool] = []
+        self._watchdog: Watchdog | None = None
         staged = max((p.kv_bytes * p.spec.tp for p in self.limits.prefill), default=0)
         self._transport = InProcessTransport(max_staging_bytes=staged)
 
@@ -121,6 +126,8 @@ class Engine:
         self._decode = [pool for pool in self._pools if pool.role == "decode"]
         for pool in self._pools:
             pool.start()
+        self._watchdog = Watchdog(self._pools, self.config.step_timeout_s, self._answer_all)
+        self._watchdog.start()
         with self._lock:
             self._state = "ready"
 
@@ -139,6 +146,8 @@ class Engine:
             self.abort(request_id)
         with self._lock:
             self._idle.wait_for(lambda: not self._registry, timeout=60.0)
+        if self._watchdog is not None:
+            self._watchdog.close()
         self._transport.close()
         for pool in self._pools:
             pool.close()
@@ -147,43 +156,90 @@ class Engine:
     # requests -----------------------------------------------------------------------------------------------------
 
     def submit(self, request: Request) -> None:
-        """Queues a request. Raises InvalidArgument, ResourceExhausted (queue full) or Unavailable (not ready)."""
+        """Queues a request. Raises InvalidArgument, ResourceExhausted (queue full) or Unavailable (not ready).
+
+        Of `n` samples the first computes the prompt; the others start when that is done, and find it in the caches
+        (without a prefix cache, in what the first one leaves there for them alone).
+        """
         request.validate(vocab_size=self.checkpoint.config.vocab_size, max_model_len=self.limits.max_model_len)
-        known = request.prompt_ids if self.limits.prefix_cache else ()
-        chain = Chain(self.limits.page_size, known)
-        seq = Sequence(request=request, eos_ids=frozenset(self.checkpoint.config.eos_token_ids), chain=chain)
+        samples = [self._sequence(request, i) for i in range(request.params.n)]
+        samples[0].siblings = samples[1:]
         with self._lock:
             if self._state != "ready":
                 raise Unavailable(f"the engine is {self._state}")
+            if all(pool.given_up for pool in self._prefill):
+                raise Unavailable("no pool answers: a device step does not end (the server's log has the stacks)")
             if request.request_id in self._registry:
                 raise InvalidArgument(
                     f"request_id {request.request_id!r} is in use by a running request", field="request_id"
                 )
-            queued = sum(s.state is State.QUEUED for s in self._registry.values())
+            queued = sum(s.state is State.QUEUED for live in self._registry.values() for s in live.values())
             if queued >= self.limits.max_queued_requests:
                 raise ResourceExhausted(
                     f"{queued} requests are queued, the limit is {self.limits.max_queued_requests} "
                     "(--max-queued-requests); try again later"
                 )
-            self._registry[request.request_id] = seq
-        min(self._prefill, key=lambda pool: pool.num_waiting + pool.num_sequences).submit(seq)
+            self._registry[request.request_id] = dict(enumerate(samples))
+        self._route(samples[0])
 
-    def abort(self, request_id: str) -> bool:
-        """Ends a request in whatever state it is; False when there is none (any more). Idempotent."""
-        with self._lock:
-            seq = self._registry.get(request_id)
-        if seq is None:
+    def _sequence(self, request: Request, sample: int) -> Sequence:
+        salt, tokens = request.cache_salt, request.prompt_ids
+        if not self.limits.prefix_cache:  # nobody else finds it
+            salt, tokens = f"{request.request_id} {request.arrival_s}", tokens if request.params.n > 1 else ()
+        return Sequence(
+            request=request,
+            eos_ids=frozenset(self.checkpoint.config.eos_token_ids),
+            chain=Chain(self.limits.page_size, tokens, salt=salt),
+            sample=sample,
+            seed=seed_of(request.params.seed or 0, sample),
+        )
+
+    def _route(self, seq: Sequence) -> None:
+        """Puts a sequence into the queue of the least loaded pool where its prompt is to be computed."""
+        pools = self._prefill
+        if self._decode and self._prefill_here(seq):
+            pools = self._decode
+        able = [pool for pool in pools if not pool.given_up] or pools
+        min(able, key=lambda pool: pool.num_waiting + pool.num_sequences).submit(seq)
+
+    def _prefill_here(self, seq: Sequence) -> bool:
+        limit = self.limits.local_prefill
+        if limit == 0 or scores_prompt(seq):
             return False
-        seq.abort_requested = True
+        size = self.limits.page_size
+        hit = max(place.hit_pages for pool in self._prefill for place in pool.places(seq.chain, whole=False))
+        here = max(place.hit_pages for pool in self._decode for place in pool.places(seq.chain, whole=False))
+        return prefill_here(
+            seq.prompt_len - max(hit, here) * size, seq.prompt_len - here * size, limit=limit, costs=self.costs()
+        )
+
+    def abort(self, request_id: str, *, sample: int | None = None) -> bool:
+        """Ends a request, or one sample of it, in whatever state it is; False when there is none. Idempotent."""
+        with self._lock:
+            live = self._registry.get(request_id, {})
+            ending = [s for s in live.values() if sample is None or s.sample == sample]
+            held = [s for s in ending for first in live.values() if s in first.siblings]
+            for first in list(live.values()):
+                first.siblings = [s for s in first.siblings if s not in held]
+        for seq in ending:
+            seq.abort_requested = True
+        for seq in held:  # no pool has it yet
+            self.emit(self.finish(seq, FinishReason.ABORT))
         for pool in self._pools:
             pool.wake()
-        return True
+        return bool(ending)
+
+    def _answer_all(self, pool: Pool, seconds: float) -> None:
+        """A step of a pool does not end: its requests are answered (the watchdog's thread)."""
+        error = Internal(f"a device step has not ended for {seconds:.0f} s (--step-timeout); the request is given up")
+        for seq in pool.everyone():
+            self.emit(self.finish(seq, FinishReason.ERROR, error=error))
 
     def stats(self) -> EngineStats:
         """Requests by state, free pages and slots, staged bytes."""
         with self._lock:
             states: dict[str, int] = {}
-            for seq in self._registry.values():
+            for seq in (s for live in self._registry.values() for s in live.values()):
                 states[seq.state.value] = states.get(seq.state.value, 0) + 1
         replicas = tuple(
             ReplicaStats(
@@ -203,17 +259,17 @@ class Engine:
     # the pools' owner ---------------------------------------------------------------------------------------------
 
     def reserve(self, seq: Sequence, pool: Pool) -> bool:
-        """Prefill pages, and the decode replica's pages and slot for the whole answer, and the staging bytes.
+        """Prefill pages, the decode replica's pages and slot, and the staging bytes.
 
-        In a mixed pool one lease is all of it: pages and a slot for the whole answer.
+        Where it stays in the pool that computes it one lease is all of it.
         """
-        if pool.role == "mixed":
+        if pool.role != "prefill":
             return self._reserve_shared(seq, pool)
-        page_size = self.limits.page_size
+        page_size, fresh = self.limits.page_size, scores_prompt(seq)
         prompt_pages = -(-seq.prompt_len // page_size)
         need = Need(
             prefill_pages=prompt_pages,
-            decode_pages=-(-seq.max_len // page_size),
+            decode_pages=-(-seq.reserved_len(self.limits.reserve_tokens) // page_size),
             prompt_pages=prompt_pages,
             staged_page_bytes=pool.limits.page_bytes * pool.limits.spec.tp,
         )
@@ -221,8 +277,8 @@ class Engine:
         targets = [(p, r) for p in self._decode for r in range(len(p.spaces))]
         choice = admit(
             need,
-            pool.places(seq.chain),
-            [place for p in self._decode for place in p.places(seq.chain)],
+            pool.places(seq.chain, whole=False, fresh=fresh),
+            [place for p in self._decode for place in p.places(seq.chain, whole=True)],
             prefill_hit_value=page_size,
             staging_free=staging.limit - staging.used,
             staging_in_use=staging.used,
@@ -233,69 +289,103 @@ class Engine:
         target_pool, target_replica = targets[choice.decode]
         seq.decode_target = (target_pool.index, target_replica)
         seq.staging_bytes = choice.staging_bytes
-        seq.prefill_lease = pool.acquire(choice.prefill, seq.chain, need.prefill_pages)
-        seq.decode_lease = target_pool.acquire(target_replica, seq.chain, need.decode_pages)
+        seq.prefill_lease = pool.acquire(choice.prefill, seq.chain, need.prefill_pages, whole=False, fresh=fresh)
+        seq.decode_lease = target_pool.acquire(target_replica, seq.chain, need.decode_pages, whole=True)
         if seq.prefill_lease is None or seq.decode_lease is None:  # another prefill pool was quicker
             seq.release()
             self._free_staging(seq)
             return False
+        seq.sent_pages = seq.landed_pages = seq.decode_lease.hit_pages
         return True
 
     def _reserve_shared(self, seq: Sequence, pool: Pool) -> bool:
-        pages = -(-seq.max_len // self.limits.page_size)
-        replica = prefer_prefix(pool.places(seq.chain), pages, hit_value=self.limits.page_size)
+        pages = -(-seq.reserved_len(self.limits.reserve_tokens) // self.limits.page_size)
+        fresh = scores_prompt(seq)
+        places = pool.places(seq.chain, whole=False, fresh=fresh)
+        replica = prefer_prefix(places, pages, hit_value=self.limits.page_size)
         if replica is None:
             return False
         seq.prefill_replica = replica
-        seq.prefill_lease = seq.decode_lease = pool.acquire(replica, seq.chain, pages)
+        seq.prefill_lease = seq.decode_lease = pool.acquire(replica, seq.chain, pages, whole=False, fresh=fresh)
         return seq.prefill_lease is not None
 
-    def hand_off(self, seq: Sequence, pool: Pool, pieces: list[Staging]) -> None:
-        """Offers a sequence's staged KV to the decode replica that was reserved for it."""
-        seq.move(State.OFFERED)
+    def send(self, seq: Sequence, pool: Pool, chunk: Chunk) -> None:
+        """Sends pages of a prompt to the decode replica that was reserved for it."""
         target = self._decode[seq.decode_target[0]]
         mesh = replica_mesh(target.device.spec.mesh, seq.decode_target[1])
 
         def done(moved: list[Staging] | None, error: Exception | None) -> None:
-            if seq.abort_requested:
-                self.emit([self.finish(seq, FinishReason.ABORT)])
-            elif error is not None or moved is None:
+            if error is not None:
                 log.error("the hand-off of request %s failed", seq.request_id, exc_info=error)
-                failure = Internal(f"the KV hand-off failed ({type(error).__name__}); the server's log has the details")
-                self.emit([self.finish(seq, FinishReason.ERROR, error=failure)])
-            else:
-                seq.move(State.SETTLED)
-                target.accept(seq, moved)
+            target.piece(seq, chunk, moved, error)
 
         layout: ModelLayout = pool.device.spec.layout
-        self._transport.offer(pieces, layout.heads, target.device.spec.layout.heads, mesh, done)
+        self._transport.offer(chunk.pieces, layout.heads, target.device.spec.layout.heads, mesh, done)
 
-    def accepted(self, seq: Sequence) -> None:
-        """The KV is in the decode pages: staging is free again."""
-        self._free_staging(seq)
+    def settled(self, chunk: Chunk) -> None:
+        """A piece is in the decode pages, or was dropped: its staging is free."""
+        self._transport.staging.give_back(chunk.staging_bytes)
         for pool in self._prefill:
             pool.wake()
+
+    def hand_off(self, seq: Sequence) -> None:
+        """Gives a sequence whose first token is out to the decode pool that was reserved for it."""
+        seq.move(State.OFFERED)
+        self._decode[seq.decode_target[0]].offer(seq)
+
+    def first_token(self, seq: Sequence) -> None:
+        """The prompt of a request is computed: its other samples find it in the caches."""
+        with self._lock:
+            siblings, seq.siblings = seq.siblings, []
+        for sibling in siblings:
+            self._route(sibling)
+
+    def costs(self) -> Costs:
+        """What prefill and hand-off take, as measured so far."""
+        setup_s, s_per_byte = self._transport.cost.fit()
+        pool = self._prefill[0]
+        step_s, s_per_token = pool.cost.fit()
+        return Costs(
+            prefill_s_per_token=s_per_token,
+            step_s=step_s,
+            transfer_s=setup_s,
+            transfer_s_per_token=s_per_byte * pool.limits.page_bytes * pool.limits.spec.tp / self.limits.page_size,
+        )
 
     def finish(
         self, seq: Sequence, reason: FinishReason, *, stop_token: int | None = None, error: JaxpdError | None = None
-    ) -> Event:
-        """Ends a sequence: frees all it owns, forgets it, and returns its FinishEvent."""
-        seq.move(State.FINISHED)
+    ) -> list[Event]:
+        """Ends a sequence: frees all it owns, forgets it, and returns its FinishEvent; nothing if it has ended."""
+        with self._lock:
+            if seq.state is State.FINISHED:
+                return []
+            seq.move(State.FINISHED)
+            siblings, seq.siblings = seq.siblings, []
+        seq.life.mark(Stage.FAILED if reason is FinishReason.ERROR else Stage.FINISHED)
+        seq.life.reason = reason.value
         seq.release()
         self._free_staging(seq)
         with self._lock:
-            self._registry.pop(seq.request_id, None)
+            samples = self._registry[seq.request_id]
+            del samples[seq.sample]
+            if not samples:
+                del self._registry[seq.request_id]
             self._idle.notify_all()
-        for pool in self._prefill:
+        for pool in self._pools:
             pool.wake()
-        return FinishEvent(
+        for sibling in siblings:  # its prompt was never computed for them: they start on their own
+            self._route(sibling)
+        event = FinishEvent(
             request_id=seq.request_id,
             reason=reason,
             usage=Usage(prompt_tokens=seq.prompt_len, completion_tokens=len(seq.outputs), cached_tokens=seq.hit_tokens),
-            timings=seq.timings(),
+            timings=seq.life.timings(),
             stop_token_id=stop_token,
             error=error,
+            sample=seq.sample,
+            life=seq.life,
         )
+        return [event]
 
     def emit(self, events: list[Event]) -> None:
         """Sends events to the listener; its faults must not stop a pool."""
@@ -310,3 +400,16 @@ class Engine:
         if seq.staging_bytes:
             self._transport.staging.give_back(seq.staging_bytes)
             seq.staging_bytes = 0
+
+
+def scores_prompt(seq: Sequence) -> bool:
+    """Whether all of its prompt must be computed, for its log probabilities."""
+    return seq.to_score > 0
+
+
+def seed_of(seed: int, sample: int) -> int:
+    """The seed of one sample of a request: the request's own for the first, and others that are far apart.
+
+    Multiples of an odd number near 2**32 / golden ratio, so that all samples differ.
+    """
+    return (seed + sample * 0x9E3779B1) & MAX_SEED

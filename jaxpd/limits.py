@@ -13,13 +13,14 @@ from typing import Any
 import numpy as np
 
 from jaxpd.batch import BatchShape
-from jaxpd.config import EngineConfig
+from jaxpd.config import NEVER, EngineConfig
 from jaxpd.errors import FailedPrecondition, InvalidArgument
 from jaxpd.models.config import ModelConfig
 from jaxpd.models.decoder import abstract_params
 from jaxpd.models.layout import ModelLayout
 from meshes.sharding import ShardingRules
 from meshes.spec import MeshSpec
+from pallas_kernels.names import AUTO
 
 MIB = 1 << 20
 CPU_POOL_BYTES = 1024 * MIB  # default KV memory of one pool on CPU, over all its virtual devices
@@ -73,6 +74,8 @@ class Limits:
     page_size: int
     max_queued_requests: int
     prefix_cache: bool
+    reserve_tokens: int
+    local_prefill: int | None  # most uncached tokens of a prompt that a decode pool computes; None: as it pays
     prefill: tuple[PoolLimits, ...]
     decode: tuple[PoolLimits, ...]
     mixed: tuple[PoolLimits, ...] = ()  # pools that do both, in the modes that share one
@@ -182,7 +185,7 @@ def make_limits(
                 role=role,
                 spec=spec,
                 rows=pool_rows,
-                max_tokens=pool_rows if role == "decode" else max(tokens, pool_rows + 1),
+                max_tokens=max(tokens, pool_rows + 1),
                 num_pages=min(budget // page, useful),
                 page_bytes=page,
                 weight_bytes=weights,
@@ -197,12 +200,18 @@ def make_limits(
         page_size=asked.page_size,
         max_queued_requests=asked.max_queued_requests,
         prefix_cache=asked.prefix_cache,
+        reserve_tokens=asked.reserve_tokens,
+        local_prefill=_local_prefill(asked.local_prefill),
         prefill=tuple(p for p in pools if p.role == "prefill"),
         decode=tuple(p for p in pools if p.role == "decode"),
         mixed=tuple(p for p in pools if p.role == "mixed"),
     )
     _check_host(limits)
     return limits
+
+
+def _local_prefill(asked: str) -> int | None:
+    return None if asked == AUTO else 0 if asked == NEVER else int(asked)
 
 
 def _kv_budget(asked: EngineConfig, memory: Memory, spec: MeshSpec, weight_bytes: int) -> int:
@@ -216,14 +225,16 @@ def _kv_budget(asked: EngineConfig, memory: Memory, spec: MeshSpec, weight_bytes
 def _shapes(role: str, tokens: int, rows: int, table: int) -> tuple[BatchShape, ...]:
     """Buckets: 16, 64, 128, 256 ... tokens for prompts, 1, 8, 16, 32 ... rows for decodes.
 
+    A decode pool has two for prompts: it computes what gave way again, and prompts that are not worth a hand-off.
+
     Every program costs seconds to compile and, on CPU with 30 layers, about 80 MB to hold; matrix products of 4 and
     of 8 rows differ by 5 to 25% only (SmolLM2's shapes, 2-core CPU).
     """
     counts = sorted({rows} | {1 << i for i in range(rows.bit_length()) if 1 << i < rows and i not in (1, 2)})
     decodes = tuple(BatchShape(count, count, table) for count in counts)
-    if role == "decode":
-        return decodes
     steps = sorted({tokens} | {t for t in (16, 64, *(128 << i for i in range(16))) if t < tokens})
+    if role == "decode":
+        steps = sorted({min(64, tokens), tokens})
     # a prompt bucket must differ from a decode bucket: more tokens than rows
     prompts = tuple(dict.fromkeys(BatchShape(max(t, rows + 1), rows, table) for t in steps))
     return prompts if role == "prefill" else decodes + prompts

@@ -7,36 +7,42 @@
 Step k+1 is dispatched before the tokens of step k are read: a decode takes its input token from the device
 (`from_slot`). So stop conditions are seen one step late, and the surplus token of a sequence that ended is dropped.
 
-What a pool does not decide itself it asks its `Owner` (the engine): reservations for a hand-off, the hand-off, and how
-a sequence ends.
+A pool that decodes takes pages one by one as its sequences grow beyond what was reserved. When there is none, the
+youngest sequence of the replica gives way: it goes back to this pool's queue and is computed again from its tokens.
+
+What a pool does not decide itself it asks its `Owner` (the engine): reservations, the hand-off, and how a sequence
+ends.
 """
 
 from __future__ import annotations
 
-import dataclasses
+import bisect
 import logging
 import queue
 import threading
 import time
-from collections import deque
 from typing import Protocol
 
 import jax
 import numpy as np
 
-from jaxpd.batch import Row, bucket_for, from_slot
 from jaxpd.cache.keys import Chain
 from jaxpd.cache.prefix import PrefixCache, PrefixLease
 from jaxpd.device import PoolDevice
 from jaxpd.errors import Internal, JaxpdError
+from jaxpd.handoff import Arrivals, Chunk, take_chunk
+from jaxpd.life import Stage
 from jaxpd.limits import PoolLimits
+from jaxpd.policies import queueing
 from jaxpd.policies.batching import Batch, Candidate, Policy, stall_free
+from jaxpd.policies.chunking import Costs, next_chunk
 from jaxpd.policies.placement import Place
 from jaxpd.request import Event, FinishReason, TokensEvent
-from jaxpd.sampling import Sampled, logprobs_of_row
+from jaxpd.sampling import Logprobs, logprobs_of_row, scored_logprobs
 from jaxpd.sequence import Sequence, State
-from jaxpd.slot_options import Flag, counts_row
+from jaxpd.stepper import InFlight, Stepper, Work, lease_of
 from meshes.transfer.in_process import Staging
+from meshes.transfer.meter import Meter
 
 log = logging.getLogger(__name__)
 
@@ -45,36 +51,37 @@ class Owner(Protocol):
     """What a pool needs from the engine. Called from the pool's thread."""
 
     def reserve(self, seq: Sequence, pool: Pool) -> bool:
-        """Reserves pages in `pool`, and pages, slot and staging in a decode pool; False: not now."""
+        """Reserves all that the sequence needs to be computed in `pool`, and where it decodes; False: not now."""
         ...
 
-    def hand_off(self, seq: Sequence, pool: Pool, pieces: list[Staging]) -> None:
-        """Takes a sequence whose first token is out and whose KV is in `pieces`."""
+    def send(self, seq: Sequence, pool: Pool, chunk: Chunk) -> None:
+        """Sends pages of a prompt to the decode replica that was reserved for it."""
 
-    def accepted(self, seq: Sequence) -> None:
-        """The sequence's KV is in its decode pages; its staging is free."""
+    def settled(self, chunk: Chunk) -> None:
+        """Pages that were sent are in the decode pool's, or were dropped."""
+
+    def hand_off(self, seq: Sequence) -> None:
+        """Takes a sequence whose first token is out and whose last pages were sent."""
+
+    def first_token(self, seq: Sequence) -> None:
+        """A sequence's first token was read: its prompt is computed."""
+
+    def costs(self) -> Costs:
+        """What prefill and hand-off take."""
+        ...
 
     def finish(
         self, seq: Sequence, reason: FinishReason, *, stop_token: int | None = None, error: JaxpdError | None = None
-    ) -> Event:
-        """Frees everything the sequence owns and returns its last event."""
+    ) -> list[Event]:
+        """Frees everything the sequence owns and returns its last event; none if it has ended before."""
         ...
 
     def emit(self, events: list[Event]) -> None:
         """Sends one step's events on."""
 
 
-@dataclasses.dataclass(eq=False)
-class _InFlight:
-    """A dispatched step: which sequences sample in which row, and the staging gathered behind it."""
-
-    sampled: Sampled  # [R, B]
-    sampling: list[tuple[int, int, Sequence]]
-    staged: dict[Sequence, list[Staging]]
-
-
 class Pool:
-    """See the module docstring. `submit`, `accept`, `wake` and `close` may be called from any thread."""
+    """See the module docstring. Methods under "any thread" may be called from any; the rest is the pool's thread's."""
 
     def __init__(
         self, index: int, limits: PoolLimits, device: PoolDevice, owner: Owner, *, policy: Policy = stall_free
@@ -85,13 +92,20 @@ class Pool:
         self.device = device
         self.owner = owner
         self.policy = policy
+        self.cost = Meter()  # of steps with prompts, in tokens
+        self.busy_since: float | None = None  # when the step under way began; None: it waits for something to do
+        self.given_up = False  # a step took too long, its requests were answered, and the thread is still in it
         size = device.spec.page_size
         self.spaces = [PrefixCache(limits.num_pages, limits.rows, size) for _ in range(limits.spec.dp)]
+        self._stepper = Stepper(limits, device)
+        self._arrivals = Arrivals(device, start=self._take_over, fail=self._fail, settled=owner.settled)
         self._last_chosen = [0] * limits.spec.dp
-        self._running: list[list[Sequence]] = [[] for _ in self.spaces]
-        self._waiting: deque[Sequence] = deque()
-        self._slot_users: dict[tuple[int, int], PrefixLease] = {}  # (replica, slot): whose options the device has there
+        self._running: list[list[Sequence]] = [[] for _ in self.spaces]  # in the order of service
+        self._waiting: list[Sequence] = []  # in the order of service
         self._staged: set[Sequence] = set()  # last chunk dispatched, first token not read yet
+        self._retry = False  # room was freed, or someone came, since admission was last tried
+        self._look = False  # an abort may have been asked for since it was last looked for
+        self._completed_s = 0.0
         self._inbox: queue.SimpleQueue[tuple] = queue.SimpleQueue()
         self._closing = False
         self._thread = threading.Thread(target=self._run, name=f"jaxpd-{self.role}-{index}", daemon=True)
@@ -106,9 +120,13 @@ class Pool:
         """Puts a QUEUED sequence into the queue."""
         self._inbox.put(("submit", seq))
 
-    def accept(self, seq: Sequence, pieces: list[Staging]) -> None:
-        """Takes a SETTLED sequence and its KV, on this pool's mesh."""
-        self._inbox.put(("accept", seq, pieces))
+    def piece(self, seq: Sequence, chunk: Chunk, moved: list[Staging] | None, error: Exception | None) -> None:
+        """Pages that were sent to this pool have settled on its mesh, or failed to."""
+        self._inbox.put(("piece", seq, chunk, moved, error))
+
+    def offer(self, seq: Sequence) -> None:
+        """Takes an OFFERED sequence; what it lacks of its pages is on its way."""
+        self._inbox.put(("offer", seq))
 
     def wake(self) -> None:
         """Something changed that may let the pool go on: pages were freed, or an abort was asked for."""
@@ -117,35 +135,39 @@ class Pool:
     def close(self) -> None:
         """Ends the thread after the step it is in."""
         self._inbox.put(("close",))
-        if self._thread.ident is not None:
+        if self._thread.ident is not None and not self.given_up:
             self._thread.join()
 
-    def places(self, chain: Chain) -> list[Place]:
-        """What each replica has of a prompt and has free.
+    def places(self, chain: Chain, *, whole: bool, fresh: bool = False) -> list[Place]:
+        """What each replica has of a prompt and has free; `whole` and `fresh` as for `PrefixCache.match`.
 
-        Load is in sequences in a decode pool. Elsewhere it is in tokens of prompt that are not computed yet, and each
-        sequence counts for one page more: then the pool's own thread must ask.
+        `whole`, a hand-off, gets nothing while sequences of the pool's own queue wait for room: they were here before.
+        Load is in sequences for a hand-off. Else it is in tokens of prompt that are not computed yet, and each sequence
+        counts for one page more; then the pool's own thread must ask.
         """
         out = []
+        closed = self.given_up or (whole and bool(self._waiting))
         for r, space in enumerate(self.spaces):
-            match = space.match(chain, whole=self.role == "decode")
+            match = space.match(chain, whole=whole, fresh=fresh)
             load = float(space.num_slots - match.free_slots)
-            if self.role != "decode":
+            if not whole:
                 load = load * space.page_size + sum(seq.prompt_left for seq in self._running[r])
             out.append(
                 Place(
                     hit_pages=len(match.pages),
                     room=match.room,
-                    free_slots=match.free_slots,
+                    free_slots=0 if closed else match.free_slots,
                     load=load,
                     last_chosen=self._last_chosen[r],
                 )
             )
         return out
 
-    def acquire(self, replica: int, chain: Chain, pages: int) -> PrefixLease | None:
+    def acquire(
+        self, replica: int, chain: Chain, pages: int, *, whole: bool, fresh: bool = False
+    ) -> PrefixLease | None:
         """A lease in a replica that `places` led to; None: others were quicker."""
-        lease = self.spaces[replica].acquire(chain, pages, whole=self.role == "decode")
+        lease = self.spaces[replica].acquire(chain, pages, whole=whole, fresh=fresh)
         if lease is not None:
             self._last_chosen[replica] = max(self._last_chosen) + 1
         return lease
@@ -160,15 +182,27 @@ class Pool:
         """Sequences in the queue (a reading, not a promise)."""
         return len(self._waiting)
 
+    @property
+    def thread_id(self) -> int | None:
+        """The identifier of the pool's thread, for its stack."""
+        return self._thread.ident
+
+    def everyone(self) -> list[Sequence]:
+        """All sequences in this pool or arriving (a reading): those that a pool that hangs must not keep."""
+        running = [seq for replica in self._running for seq in list(replica)]
+        return [*self._waiting, *running, *list(self._staged), *self._arrivals.everyone()]
+
     # the pool's thread ------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        in_flight: list[_InFlight] = []
+        in_flight: list[InFlight] = []
         while True:
-            self._receive(block=not in_flight and not self._runnable())
-            if self._closing:
-                return
             try:
+                self.busy_since = None
+                self._receive(block=not in_flight and not self._has_work())
+                self.busy_since = time.monotonic()
+                if self._closing:
+                    return
                 self._drop_aborted()
                 self._admit()
                 launched = self._launch()
@@ -176,12 +210,16 @@ class Pool:
                     self._complete(in_flight.pop(0))
                 in_flight = launched  # and no other name for a step that is over: it holds staging
                 launched = []
+                if self.given_up:
+                    raise TimeoutError("the step took longer than --step-timeout")
             except Exception as error:
                 log.exception("a step of the %s pool %d failed", self.role, self.index)
                 in_flight = []
                 self._recover(error)
 
-    def _runnable(self) -> bool:
+    def _has_work(self) -> bool:
+        if self._retry and self._waiting:
+            return True
         return any(seq.prompt_left or seq.wants_tokens for replica in self._running for seq in replica)
 
     def _receive(self, *, block: bool) -> None:
@@ -191,144 +229,162 @@ class Pool:
             except queue.Empty:
                 return
             block = False
-            if message[0] == "submit":
-                self._waiting.append(message[1])
-            elif message[0] == "accept":
-                self._take_over(message[1], message[2])
-            elif message[0] == "close":
-                self._closing = True
+            match message:
+                case ("submit", seq):
+                    bisect.insort(self._waiting, seq, key=lambda s: s.rank)
+                    self._retry = self._look = True
+                case ("piece", seq, chunk, moved, error):
+                    self._arrivals.piece(seq, chunk, moved, error)
+                case ("offer", seq):
+                    self._look = True
+                    self._arrivals.first_token(seq)
+                case ("wake",):
+                    self._retry = self._look = True
+                case ("close",):
+                    self._closing = True
 
     def _drop_aborted(self) -> None:
+        if not self._look:
+            return
+        self._look = False
         aborted = [s for s in (*self._waiting, *(s for r in self._running for s in r)) if s.abort_requested]
-        if aborted:
-            self.owner.emit([self._end(seq, FinishReason.ABORT) for seq in aborted])
+        aborted += self._arrivals.aborted()
+        for seq in aborted:
+            self.owner.emit(self._end(seq, FinishReason.ABORT))
 
     def _admit(self) -> None:
-        while self._waiting and self.owner.reserve(self._waiting[0], self):
-            seq = self._waiting.popleft()
-            assert seq.prefill_lease is not None
-            seq.cached = seq.hit_tokens = seq.prefill_lease.hit_tokens
+        if not self._retry:
+            return
+        self._retry = False
+        blocked: list[Sequence] = []
+        for seq in self._waiting[: queueing.candidates([s.passed for s in self._waiting])]:
+            seq.refill()
+            if not self.owner.reserve(seq, self):
+                blocked.append(seq)
+                continue
+            lease = seq.prefill_lease
+            assert lease is not None
+            self._waiting.remove(seq)
+            seq.cached = lease.hit_tokens
+            seq.capacity = len(lease.pages) * self.device.spec.page_size
+            if not seq.life.count(Stage.PREEMPTED):
+                seq.hit_tokens = lease.hit_tokens
             seq.move(State.PREFILLING)
-            self._running[seq.prefill_replica].append(seq)
+            self._insert(seq.prefill_replica, seq)
+            for other in blocked:
+                other.passed += 1
 
-    def _take_over(self, seq: Sequence, pieces: list[Staging]) -> None:
-        """The last step of a hand-off: scatter into the reserved pages, and decode from the next step on."""
+    def _insert(self, replica: int, seq: Sequence) -> None:
+        bisect.insort(self._running[replica], seq, key=lambda s: s.rank)
+
+    def _take_over(self, seq: Sequence) -> None:
+        """The end of a hand-off: all pages are there, and it decodes from the next step on."""
         if seq.abort_requested:
-            self.owner.emit([self.owner.finish(seq, FinishReason.ABORT)])
+            self.owner.emit(self._end(seq, FinishReason.ABORT))
             return
-        replica, lease = seq.decode_target[1], self._lease(seq)
-        if lease.lost:  # a step failed since it was reserved: the pages that did not cross are gone
-            failure = Internal("the decode pool lost the pages of the prompt that it had; send the request again")
-            self.owner.emit([self.owner.finish(seq, FinishReason.ERROR, error=failure)])
-            return
-        try:
-            self.device.scatter(replica, lease.pages[lease.hit_pages : self._pages_for(seq.prompt_len)], pieces)
-            lease.commit(seq.prompt_len)
-        except Exception as error:
-            log.exception("accepting request %s failed", seq.request_id)
-            self.owner.emit(
-                [self.owner.finish(seq, FinishReason.ERROR, error=_internal("accept of a hand-off", error))]
-            )
-            self._recover(error)
-            return
+        lease = seq.decode_lease
+        assert lease is not None
+        lease.commit(seq.prompt_len)
+        seq.life.mark(Stage.ACCEPTED)
+        seq.cached = seq.prompt_len
+        seq.capacity = len(lease.pages) * self.device.spec.page_size
         seq.move(State.DECODING)
-        self._running[replica].append(seq)
-        self.owner.accepted(seq)
+        self._insert(seq.decode_target[1], seq)
 
-    def _launch(self) -> list[_InFlight]:
+    def _fail(self, seq: Sequence, error: JaxpdError) -> None:
+        self.owner.emit(self._end(seq, FinishReason.ERROR, error=error))
+
+    def _launch(self) -> list[InFlight]:
         """Dispatches what the policy says: the next steps, if any sequence has something to do.
 
         The first batches of all replicas make one step, and so on; decodes and prompts of different replicas may meet
-        in one, which takes the bucket that fits both.
+        in one, which takes the bucket that fits both. A prompt that is scored makes steps of its own.
         """
         now = time.monotonic()
+        costs = self.owner.costs() if self.role == "prefill" else Costs()
         batches: list[list[Batch]] = []
-        for replica in self._running:
-            candidates = [Candidate(prompt_left=s.prompt_left, wants_token=s.wants_tokens) for s in replica]
+        scoring: list[tuple[int, Sequence]] = []
+        for r, replica in enumerate(self._running):
+            if self.role != "prefill":
+                self._make_room(r)
+            candidates = [self._candidate(seq, costs) for seq in replica]
+            scoring += [(r, seq) for seq in replica if seq.prompt_left and seq.to_score]
             batches.append(
                 self.policy(candidates, token_budget=self.limits.max_tokens, max_rows=self.limits.rows, clock_s=now)
             )
-        steps = [
+        steps: list[list[Work]] = [
             [
                 [(replica[i], n) for i, n in (of[step] if step < len(of) else [])]
                 for replica, of in zip(self._running, batches, strict=True)
             ]
             for step in range(max(map(len, batches)))
         ]
-        return [self._dispatch(chosen) for chosen in steps]
+        launched = [self._stepper.step(work) for work in steps]
+        launched += [self._stepper.score(r, seq) for r, seq in scoring]
+        for step in launched:
+            step.dispatched_s = now
+        if self.role == "prefill":
+            for r, replica in enumerate(self._running):
+                for seq in list(replica):
+                    self._send(r, seq)
+        return launched
 
-    def _dispatch(self, chosen: list[list[tuple[Sequence, int]]]) -> _InFlight:
-        """One step: the sequences of each replica, with how many tokens of each."""
-        rows: list[list[Row]] = []
-        sampling: list[tuple[int, int, Sequence]] = []
-        last_chunks: list[tuple[int, Sequence]] = []
-        for r, work in enumerate(chosen):
-            rows.append([self._row(r, seq, count) for seq, count in work])
-            for i, (seq, _) in enumerate(work):
-                if not seq.prompt_left:
-                    if self.role == "prefill":
-                        last_chunks.append((r, seq))
-                    seq.sampled += 1
-                    sampling.append((r, i, seq))
-        sampled = self.device.step(bucket_for(self.limits.shapes, rows), rows)
-        return _InFlight(sampled, sampling, {seq: self._stage(r, seq) for r, seq in last_chunks})
+    def _candidate(self, seq: Sequence, costs: Costs) -> Candidate:
+        left = seq.prompt_left
+        if not left:
+            return Candidate(prompt_left=0, wants_token=seq.wants_tokens)
+        if seq.to_score:
+            return Candidate(prompt_left=0, wants_token=False)  # its steps are its own
+        if self.role == "prefill":
+            first = seq.cached <= seq.hit_tokens
+            size = self.device.spec.page_size
+            left = next_chunk(left, self.limits.max_tokens, first=first, page_size=size, costs=costs)
+        return Candidate(prompt_left=left, wants_token=seq.wants_tokens)
 
-    def _row(self, replica: int, seq: Sequence, count: int) -> Row:
-        """The row of a sequence in the next step, and its counters moved on."""
-        lease = self._lease(seq)
-        if seq.prompt_left:
-            token_ids = seq.request.prompt_ids[seq.cached : seq.cached + count]
-        elif len(seq.outputs) >= seq.sampled:
-            token_ids = (seq.outputs[seq.sampled - 1],)
-        else:  # not read back yet: the device knows it
-            token_ids = (from_slot(lease.slot),)
-        seq.cached += count
-        lease.commit(seq.cached)  # what has been dispatched is there for whoever is dispatched later
-        params = seq.request.params
-        flags = 0 if seq.prompt_left else seq.flags
-        if flags and seq.options is not None:
-            self._set_slot(replica, lease, seq)
-        return Row(
-            token_ids=token_ids,
-            context_len=seq.cached,
-            pages=lease.pages,
-            slot=lease.slot,
-            output_index=seq.sampled,
-            seed=params.seed or 0,
-            temperature=params.temperature,
-            flags=flags,
-        )
+    def _send(self, replica: int, seq: Sequence) -> None:
+        """Sends the pages that are new since the last time; after the last chunk its prefill pages are free.
 
-    def _set_slot(self, replica: int, lease: PrefixLease, seq: Sequence) -> None:
-        """Before the first sampling in a slot: the device gets the options, and the counts of all that was said.
-
-        From then on the device counts what it samples itself. All outputs are known here at that time: there are none,
-        or the sequence comes from another slot, and its last token was read before it left that.
+        Steps that are dispatched later come after the copy.
         """
-        if self._slot_users.get((replica, lease.slot)) is lease:
-            return
-        assert seq.options is not None and len(seq.outputs) == seq.sampled
-        counts = None
-        if seq.flags & Flag.COUNT:
-            counts = counts_row(seq.request.prompt_ids, seq.outputs, self.device.spec.layout.padded_vocab)
-        self.device.set_slot(replica, lease.slot, seq.options, counts)
-        self._slot_users[replica, lease.slot] = lease
-
-    def _stage(self, replica: int, seq: Sequence) -> list[Staging]:
-        """Copies a finished prompt's KV into staging and frees its prefill pages: later steps come after the copy."""
-        lease = self._lease(seq)
         if seq.request.params.max_tokens == 1:  # ends here, whatever the token
-            return []
-        there = seq.decode_lease.hit_pages if seq.decode_lease is not None else 0  # the decode replica has these
-        pieces = self.device.gather(replica, lease.pages[there : self._pages_for(seq.prompt_len)])
-        self._running[replica].remove(seq)
-        self._staged.add(seq)
-        lease.release()
-        return pieces
+            return
+        lease = lease_of(seq)
+        ready = take_chunk(self.device, replica, seq, lease, self.limits.page_bytes * self.limits.spec.tp)
+        if ready is not None:
+            self.owner.send(seq, self, ready)
+        if not seq.prompt_left:
+            self._running[replica].remove(seq)
+            self._staged.add(seq)
+            lease.release()
+            self._retry = True
 
-    def _complete(self, step: _InFlight) -> None:
+    def _make_room(self, replica: int) -> None:
+        """Every sequence that decodes next has a page to write to, or has given way."""
+        running = self._running[replica]
+        for seq in list(running):
+            if seq.cached < seq.capacity or not seq.wants_tokens or seq.state is State.QUEUED:
+                continue
+            lease = lease_of(seq)
+            while seq.state is not State.QUEUED and not lease.grow(1):
+                youngest = running[queueing.victim([s.rank for s in running])]
+                running.remove(youngest)
+                youngest.preempt()
+                bisect.insort(self._waiting, youngest, key=lambda s: s.rank)
+                self._retry = True
+                log.info("request %s gives way: replica %d has no free page", youngest.request_id, replica)
+            seq.capacity = len(lease.pages) * self.device.spec.page_size
+
+    def _complete(self, step: InFlight) -> None:
         """Reads a step's tokens; ends, hands off or goes on with each sequence that sampled one."""
-        tokens = np.asarray(step.sampled.tokens_B)
+        if step.scored is not None:
+            self._read_scores(*step.scored)
+        if step.sampled is None:
+            return
+        tokens = np.asarray(step.sampled.tokens_B).tolist()
+        now = time.monotonic()
+        if step.prompts:
+            self.cost.record(step.tokens, now - max(step.dispatched_s, self._completed_s))
+        self._completed_s = now
         logprobs = step.sampled.logprobs
         if logprobs is not None:
             logprobs = jax.device_get(logprobs)
@@ -337,58 +393,64 @@ class Pool:
         for r, i, seq in step.sampling:
             if seq.state is State.FINISHED:
                 continue
-            self._staged.discard(seq)
-            token = int(tokens[r, i])
-            index = len(seq.outputs)
-            ended = seq.add_output(token)
+            token, index = tokens[r][i], len(seq.outputs)
+            ended = seq.add_output(token, now)
             events.append(
                 TokensEvent(
-                    request_id=seq.request_id,
+                    request_id=seq.request.request_id,
                     first_index=index,
                     token_ids=(token,),
-                    logprobs=logprobs_of_row(logprobs, r, i, seq.request.params.logprobs),
+                    logprobs=None if logprobs is None else logprobs_of_row(logprobs, r, i, seq.request.params.logprobs),
+                    prompt_logprobs=None if index else seq.scores(),
+                    sample=seq.sample,
                 )
             )
             if ended is not None:
-                events.append(self._end(seq, ended[0], stop_token=ended[1]))
+                events += self._end(seq, ended[0], stop_token=ended[1])
             elif seq.abort_requested:
-                events.append(self._end(seq, FinishReason.ABORT))
-            elif seq in step.staged:
+                events += self._end(seq, FinishReason.ABORT)
+            elif seq in self._staged:
                 leaving.append(seq)
             elif seq.state is State.PREFILLING:  # one pool does both: it goes on where it is
                 seq.move(State.DECODING)
+            if not index:
+                self.owner.first_token(seq)
         self.owner.emit(events)
         for seq in leaving:  # after its first token is out: what the decode pool says comes later
-            self.owner.hand_off(seq, self, step.staged[seq])
+            self._staged.discard(seq)
+            self.owner.hand_off(seq)
+
+    def _read_scores(self, replica: int, seq: Sequence, start: int, count: int, logprobs: Logprobs) -> None:
+        asked = seq.request.params.prompt_logprobs
+        assert asked is not None
+        seq.prompt_logprobs[start : start + count] = scored_logprobs(jax.device_get(logprobs), replica, count, asked)
 
     def _end(
         self, seq: Sequence, reason: FinishReason, *, stop_token: int | None = None, error: JaxpdError | None = None
-    ) -> Event:
+    ) -> list[Event]:
         if seq in self._waiting:
             self._waiting.remove(seq)
         for replica in self._running:
             if seq in replica:
                 replica.remove(seq)
+        self._staged.discard(seq)
+        self._retry = True
         return self.owner.finish(seq, reason, stop_token=stop_token, error=error)
 
     def _recover(self, error: Exception) -> None:
         """A step failed: its sequences are answered, and the page pool (which may be gone) is made anew."""
+        failure = _internal("a device step", error)
         victims = [seq for replica in self._running for seq in replica] + list(self._staged)
         self._staged.clear()
-        events = [self._end(s, FinishReason.ERROR, error=_internal("a device step", error)) for s in victims]
-        self.device.reset()
+        events: list[Event] = []
+        for seq in victims:
+            events += self._end(seq, FinishReason.ERROR, error=failure)
+        self._stepper.reset()
         for space in self.spaces:
             space.forget()
-        self._slot_users.clear()
+        self._arrivals.lose(failure)
+        self.given_up = False
         self.owner.emit(events)
-
-    def _lease(self, seq: Sequence) -> PrefixLease:
-        lease = seq.decode_lease if seq.state in (State.DECODING, State.SETTLED) else seq.prefill_lease
-        assert lease is not None, "a sequence in a pool has pages there"
-        return lease
-
-    def _pages_for(self, tokens: int) -> int:
-        return -(-tokens // self.device.spec.page_size)
 
 
 def _internal(what: str, error: Exception) -> Internal:

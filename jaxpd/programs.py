@@ -6,12 +6,14 @@
     account(logits, tokens, counts, head)        -> counts, log probabilities    (counts donated)
     set_options(options, rows [R, 1 + K])        -> options                      (donated; a row begins with its slot)
     set_counts(counts, slots [R], rows [R, V])   -> counts                       (donated)
+    score(params, pages, last_tokens, packed)    -> logits [R, T, V], pages      (pages donated)
     gather(pages of one replica, page ids)       -> staging, one array [tp, L, N, S, W] per KV slot
     scatter(pages of one replica, ids, heads)    -> pages of that replica        (donated)
 
 `apply` runs before `sample` and `account` after it, with the model's logits, in steps in which a row has options beyond
 temperature and seed. They depend on the number of rows alone (`head` is the beginning of `packed`), so that all prompt
-buckets share them. `options` and `counts` are explained in `jaxpd.slot_options`.
+buckets share them. `options` and `counts` are explained in `jaxpd.slot_options`. `score` is `forward` for one bucket
+with the logits of every token, for prompt log probabilities; `account` reads them.
 
 Everything is compiled ahead of time from shapes; serving calls the executables, so a bucket that was not compiled is
 a KeyError in a test and never a compile at run time. `forward` and `sample` run under `shard_map` over the whole mesh,
@@ -47,6 +49,7 @@ STAGING_SPEC = P(MODEL)  # [tp, L, N, S, W]
 LOGITS_SPEC = P(DATA, None, MODEL)  # [R, B, V]
 COUNTS_SPEC = P(DATA, None, MODEL)  # counts_RSV
 PAGE_BUCKETS = (4, 16, 64)
+SCORE_TOKENS = 64  # tokens of one prompt in a scoring step: [64, vocabulary] float32 logits a replica
 
 
 def page_pieces(pages: int) -> list[int]:
@@ -93,6 +96,11 @@ class ProgramSpec:
         return NamedSharding(mesh or self.mesh, spec)
 
     @property
+    def score_shape(self) -> BatchShape:
+        """The bucket of `score`: one row."""
+        return BatchShape(SCORE_TOKENS, 1, self.shapes[0].table)
+
+    @property
     def pages_shape(self) -> tuple[int, ...]:
         """pages_RLPKSW."""
         return (self.replicas, *self.layout.page_shape(self.num_pages, self.page_size))
@@ -134,10 +142,13 @@ class Programs:
     apply: dict[int, Callable[..., Any]] = dataclasses.field(default_factory=dict)
     account: dict[int, Callable[..., Any]] = dataclasses.field(default_factory=dict)
     set_row: dict[str, Callable[..., Any]] = dataclasses.field(default_factory=dict)  # "options", "counts"
+    score: dict[BatchShape, Callable[..., Any]] = dataclasses.field(default_factory=dict)
     gather: dict[tuple[int, int], Callable[..., Any]] = dataclasses.field(default_factory=dict)  # (replica, pages)
     scatter: dict[tuple[int, int], Callable[..., Any]] = dataclasses.field(default_factory=dict)
 
-    def compile_tasks(self, spec: ProgramSpec, *, gathers: bool, scatters: bool) -> Iterator[tuple[str, Callable]]:
+    def compile_tasks(
+        self, spec: ProgramSpec, *, gathers: bool, scatters: bool, scores: bool = False
+    ) -> Iterator[tuple[str, Callable]]:
         """(name, task) for every program; a task compiles one and files it here. Tasks may run in any thread."""
 
         def task(table: dict, key: Any, build: Callable[[], Any]) -> Callable[[], None]:
@@ -146,8 +157,13 @@ class Programs:
         for shape in spec.shapes:
             yield f"forward {shape}", task(self.forward, shape, functools.partial(_compile_forward, spec, shape))
             yield f"sample {shape}", task(self.sample, shape, functools.partial(_compile_sample, spec, shape))
+        if scores:
+            shape = spec.score_shape
+            yield f"forward score {shape}", task(self.score, shape, functools.partial(_compile_score, spec))
+        rows_scored = {SCORE_TOKENS} if scores else set()
         for rows in sorted({shape.rows for shape in spec.shapes}):
             yield f"apply b{rows}", task(self.apply, rows, functools.partial(_compile_apply, spec, rows))
+        for rows in sorted({shape.rows for shape in spec.shapes} | rows_scored):
             yield f"account b{rows}", task(self.account, rows, functools.partial(_compile_account, spec, rows))
         yield "set options", task(self.set_row, "options", functools.partial(_compile_set_options, spec))
         yield "set counts", task(self.set_row, "counts", functools.partial(_compile_set_counts, spec))
@@ -170,8 +186,11 @@ def _shaped(shape: tuple[int, ...], dtype: Any, sharding: NamedSharding) -> jax.
     return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
 
 
-def lower_forward(spec: ProgramSpec, shape: BatchShape) -> jax.stages.Lowered:
-    """`forward` of one bucket, ready to compile, also for devices that are not there (`meshes.topology`)."""
+def lower_forward(spec: ProgramSpec, shape: BatchShape, *, every_token: bool = False) -> jax.stages.Lowered:
+    """`forward` of one bucket, ready to compile, also for devices that are not there (`meshes.topology`).
+
+    `every_token`: the logits of all tokens of the bucket, not of each row's last.
+    """
     layout = spec.layout
     graphdef, abstract = abstract_params(spec.config, layout.tp, spec.dtype)
     param_specs = {path: spec.rules.spec(p.get_metadata("axes")) for path, p in abstract.items()}
@@ -191,13 +210,14 @@ def lower_forward(spec: ProgramSpec, shape: BatchShape) -> jax.stages.Lowered:
                 page_size=spec.page_size,
                 num_pages=spec.num_pages,
             )
-            return merge(graphdef, params)(ids_T, pages_LPKSW, batch, kernels=spec.kernels)
+            model = merge(graphdef, params)
+            return model(ids_T, pages_LPKSW, batch, kernels=spec.kernels, every_token=every_token)
 
         pages_LPKSW = pages_1LPKSW[0]
         if spec.replicas == 1:  # a pool of one replica is never stepped without rows
             logits_BV, pages_LPKSW = run(pages_LPKSW)
         else:  # a loop of one round or none: in the branch of a `cond` XLA copies the page pool (seen on CPU)
-            nothing = jnp.zeros((shape.rows, vocab_local), jnp.float32)
+            nothing = jnp.zeros((shape.tokens if every_token else shape.rows, vocab_local), jnp.float32)
             rounds = jnp.minimum(step.live_rows, 1)
             logits_BV, pages_LPKSW = jax.lax.fori_loop(0, rounds, lambda _, c: run(c[1]), (nothing, pages_LPKSW))
         return logits_BV[None], pages_LPKSW[None]
@@ -217,6 +237,10 @@ def lower_forward(spec: ProgramSpec, shape: BatchShape) -> jax.stages.Lowered:
 
 def _compile_forward(spec: ProgramSpec, shape: BatchShape) -> Callable[..., Any]:
     return lower_forward(spec, shape).compile()
+
+
+def _compile_score(spec: ProgramSpec) -> Callable[..., Any]:
+    return lower_forward(spec, spec.score_shape, every_token=True).compile()
 
 
 def _compile_sample(spec: ProgramSpec, shape: BatchShape) -> Callable[..., Any]:

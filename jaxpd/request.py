@@ -1,8 +1,8 @@
 """The nouns: what a client asks for, and what the engine answers.
 
 A `Request` is what a client sent, already tokenized: the engine speaks token ids only. The engine answers with a stream
-of `Event`s: any number of `TokensEvent`, then exactly one `FinishEvent`, whatever happens. Text, stop strings and chat
-templates belong to `jaxpd.text` and `serving`.
+of `Event`s: for each of its `n` samples any number of `TokensEvent`, then exactly one `FinishEvent`, whatever happens.
+Text, stop strings and chat templates belong to `jaxpd.text` and `serving`.
 """
 
 from __future__ import annotations
@@ -10,26 +10,36 @@ from __future__ import annotations
 import dataclasses
 import enum
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 from jaxpd.errors import InvalidArgument, JaxpdError
+
+if TYPE_CHECKING:
+    from jaxpd.life import Life
 
 MAX_SEED = 2**32 - 1
 MAX_TOP_K = 2**31 - 1  # more than the vocabulary has keeps all of it
 MAX_LOGPROBS = 20
 MAX_LOGIT_BIASES = 300
+MAX_SAMPLES = 128
+MAX_SALT = 256  # characters
+MOST_URGENT, LEAST_URGENT = -(2**31), 2**31 - 1
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """How one sequence is sampled and when it stops; `jaxpd.sampling` says in which order the options work.
+    """How sequences are sampled and when they stop; `jaxpd.sampling` says in which order the options work.
 
-    `seed=None` lets the gateway draw one. Penalties count the answer, `repetition_penalty` the prompt too. `logit_bias`
-    maps token ids to what is added to their logits. No EOS (unless ignored) and no stop token id comes among the first
-    `min_tokens` tokens; stop strings are not held off. `logprobs` is the number of likeliest tokens reported beside
-    each token that was sampled: 0 for its own log probability alone, None for nothing.
+    `n` sequences answer the same prompt, each with a seed of its own made from `seed`; `seed=None` lets the gateway
+    draw one. Penalties count the answer, `repetition_penalty` the prompt too. `logit_bias` maps token ids to what is
+    added to their logits. No EOS (unless ignored) and no stop token id comes among the first `min_tokens` tokens; stop
+    strings are not held off. `logprobs` is the number of likeliest tokens reported beside each token that was sampled:
+    0 for its own log probability alone, None for nothing. `prompt_logprobs` is the same for the tokens of the prompt,
+    all of which are computed for it, whatever the prefix cache has.
     """
 
     max_tokens: int = 128
+    n: int = 1
     temperature: float = 0.0
     top_k: int = 0
     top_p: float = 1.0
@@ -40,6 +50,7 @@ class SamplingParams:
     logit_bias: Mapping[int, float] = dataclasses.field(default_factory=dict, hash=False)
     min_tokens: int = 0
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
     seed: int | None = None
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
@@ -82,7 +93,10 @@ class SamplingParams:
             0 <= self.min_tokens <= self.max_tokens,
             f"between 0 and max_tokens, that is {self.max_tokens}",
         )
-        check("logprobs", self.logprobs is None or 0 <= self.logprobs <= MAX_LOGPROBS, f"between 0 and {MAX_LOGPROBS}")
+        for field in ("logprobs", "prompt_logprobs"):
+            asked = getattr(self, field)
+            check(field, asked is None or 0 <= asked <= MAX_LOGPROBS, f"between 0 and {MAX_LOGPROBS}")
+        check("n", 1 <= self.n <= MAX_SAMPLES, f"between 1 and {MAX_SAMPLES}")
         if len(self.logit_bias) > MAX_LOGIT_BIASES:
             raise InvalidArgument(
                 f"logit_bias holds {len(self.logit_bias)} tokens, the limit is {MAX_LOGIT_BIASES}; keep those that "
@@ -104,12 +118,18 @@ class SamplingParams:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Request:
-    """One prompt for the engine. `params.seed` is set by then. Times are `time.monotonic()` seconds."""
+    """One prompt for the engine. `params.seed` is set by then. Times are `time.monotonic()` seconds.
+
+    A lower `priority` is served earlier, and gives way later. Only requests with the same `cache_salt` (one a tenant,
+    say) find each other's prompts in the prefix cache.
+    """
 
     request_id: str
     prompt_ids: tuple[int, ...]
     params: SamplingParams
     arrival_s: float
+    priority: int = 0
+    cache_salt: str = ""
 
     def validate(self, *, vocab_size: int, max_model_len: int) -> None:
         """Raises InvalidArgument naming field, value and limit."""
@@ -121,6 +141,15 @@ class Request:
                 f"prompt_ids holds {worst}, which is outside the vocabulary 0..{vocab_size - 1}", field="prompt_ids"
             )
         self.params.validate(vocab_size=vocab_size)
+        if not MOST_URGENT <= self.priority <= LEAST_URGENT:
+            raise InvalidArgument(
+                f"priority={self.priority} must be between {MOST_URGENT} and {LEAST_URGENT} (lower is served earlier)",
+                field="priority",
+            )
+        if len(self.cache_salt) > MAX_SALT:
+            raise InvalidArgument(
+                f"cache_salt has {len(self.cache_salt)} characters, the limit is {MAX_SALT}", field="cache_salt"
+            )
         total = len(self.prompt_ids) + self.params.max_tokens
         if total > max_model_len:
             raise InvalidArgument(
@@ -169,8 +198,8 @@ class Timings:
 class TokenLogprobs:
     """Natural logarithms of probabilities under the model alone, before bias, penalties, temperature and filters.
 
-    `logprob` is of the token that was sampled; `top` are the likeliest (token id, logprob), likeliest first and the
-    lower id first among equals, as many as the request asked for.
+    `logprob` is of the token that was sampled, or stands in the prompt; `top` are the likeliest (token id, logprob),
+    likeliest first and the lower id first among equals, as many as the request asked for.
     """
 
     logprob: float
@@ -179,20 +208,23 @@ class TokenLogprobs:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TokensEvent:
-    """New tokens of one request, in order; `first_index` is the output index of `token_ids[0]`.
+    """New tokens of one sample, in order; `first_index` is the output index of `token_ids[0]`.
 
-    `logprobs` has one entry a token where the request asked for them.
+    `logprobs` has one entry a token where the request asked for them. `prompt_logprobs` come with the first token of
+    sample 0, one for each token of the prompt but the first, which has nothing before it.
     """
 
     request_id: str
     first_index: int
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprobs, ...] | None = None
+    prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
+    sample: int = 0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FinishEvent:
-    """The last event of a request. `error` is set exactly when `reason` is ERROR.
+    """The last event of a sample. `error` is set exactly when `reason` is ERROR.
 
     `stop_token_id` is the EOS or stop token that ended it (it is the last one of its tokens, ids are complete).
     """
@@ -203,6 +235,8 @@ class FinishEvent:
     timings: Timings
     stop_token_id: int | None = None
     error: JaxpdError | None = None
+    sample: int = 0
+    life: Life | None = None
 
 
 Event = TokensEvent | FinishEvent

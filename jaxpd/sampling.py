@@ -219,7 +219,16 @@ def logprobs_of_row(
     """What one row's request asked for of the log probabilities of a step, read to the host."""
     if read is None or asked is None:
         return None
+    return (_entry(read, replica, row, asked),)
+
+
+def scored_logprobs(read: Logprobs, replica: int, count: int, asked: int) -> list[TokenLogprobs]:
+    """The first `count` rows of what was scored of a prompt in one replica, read to the host."""
+    return [_entry(read, replica, row, asked) for row in range(count)]
+
+
+def _entry(read: Logprobs, replica: int, row: int, asked: int) -> TokenLogprobs:
     top_N, ids_N = read.top_BN[replica, row, :asked], read.top_ids_BN[replica, row, :asked]
     # a vocabulary smaller than `asked` is followed by its padding, which is impossible
     top = tuple((int(t), float(p)) for t, p in zip(ids_N, top_N, strict=True) if p > -np.inf)
-    return (TokenLogprobs(logprob=float(read.sampled_B[replica, row]), top=top),)
+    return TokenLogprobs(logprob=float(read.sampled_B[replica, row]), top=top)

@@ -1,35 +1,40 @@
 """The life of one sequence inside the engine, as a table of states.
 
-    QUEUED --reserve--> PREFILLING --first token, offer--> OFFERED --settled--> SETTLED --accept--> DECODING
-       |                     |                                |                    |                   |
-       +---------------------+--------------- abort, error, stop, length ----------+-------------------+--> FINISHED
+              +---------------------------- preempted -------------------------------+
+              v                                                                      |
+    QUEUED --reserve--> PREFILLING --first token--> OFFERED --last pages in--> DECODING
+       |                     |                         |                         |
+       +---------------------+------- abort, error, stop, length ----------------+--> FINISHED
 
-- QUEUED: waits in the prefill pool's queue; owns nothing.
-- PREFILLING: owns pages in the prefill pool, a decode replica's pages and slot, and a share of the staging bound. Its
-  prefill pages go back as soon as the gather into staging is dispatched.
-- OFFERED: its KV is in staging, an immutable copy, and crosses to the decode mesh.
-- SETTLED: every piece has arrived without error; waits for the decode pool's thread to scatter it.
-- DECODING: owns pages and a slot in the decode pool, nothing else.
+- QUEUED: waits in a pool's queue; owns nothing.
+- PREFILLING: owns pages in the pool that computes it, and, where it will be handed off, a decode replica's pages and
+  slot and a share of the staging bound. Full pages of its prompt cross to the decode replica while later chunks
+  compute (`jaxpd.handoff`). Its prefill pages go back as soon as the last gather into staging is dispatched.
+- OFFERED: its first token is out; what has not crossed yet is on its way.
+- DECODING: every page is in the decode pool's; owns pages and a slot there, nothing else.
 - FINISHED: owns nothing; its `FinishEvent` is out.
 
 In a pool that prefills and decodes there is no hand-off: PREFILLING --first token--> DECODING, on the same pages and
-slot, which both leases stand for.
+slot, which both leases stand for. A sequence that is preempted there gives everything back and is QUEUED again, to be
+computed from the tokens it has (`fill_len` of them) like any prompt.
 
-Each state belongs to one thread (the pool's, or the transfer's), and only that thread moves a sequence on. Other
-threads may set `abort_requested`, which every owner looks at before it moves on.
+Each state belongs to one thread (of the pool that has it: OFFERED to the decode pool's), and only that thread moves a
+sequence on. Other threads may set `abort_requested`, which every owner looks at before it moves on.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import enum
-import time
 
 import numpy as np
 
 from jaxpd.cache.keys import Chain
 from jaxpd.cache.prefix import PrefixLease
-from jaxpd.request import FinishReason, Request, Timings
+from jaxpd.errors import JaxpdError
+from jaxpd.life import Life, Stage
+from jaxpd.policies.queueing import Rank
+from jaxpd.request import FinishReason, Request, TokenLogprobs
 from jaxpd.slot_options import flags_of, options_row
 
 
@@ -39,24 +44,23 @@ class State(enum.Enum):
     QUEUED = "queued"
     PREFILLING = "prefilling"
     OFFERED = "offered"
-    SETTLED = "settled"
     DECODING = "decoding"
     FINISHED = "finished"
 
 
 TRANSITIONS: dict[State, frozenset[State]] = {
     State.QUEUED: frozenset({State.PREFILLING, State.FINISHED}),
-    State.PREFILLING: frozenset({State.OFFERED, State.DECODING, State.FINISHED}),
-    State.OFFERED: frozenset({State.SETTLED, State.FINISHED}),
-    State.SETTLED: frozenset({State.DECODING, State.FINISHED}),
-    State.DECODING: frozenset({State.FINISHED}),
+    State.PREFILLING: frozenset({State.QUEUED, State.OFFERED, State.DECODING, State.FINISHED}),
+    State.OFFERED: frozenset({State.DECODING, State.FINISHED}),
+    State.DECODING: frozenset({State.QUEUED, State.FINISHED}),
     State.FINISHED: frozenset(),
 }
+_STAGES = {State.PREFILLING: Stage.ADMITTED, State.OFFERED: Stage.PREFILL_END, State.DECODING: Stage.DECODE_START}
 
 
 @dataclasses.dataclass(eq=False)
 class Sequence:
-    """One sample of one request. Counters are in tokens; times are `time.monotonic()` seconds.
+    """One sample of one request. Counters are in tokens.
 
     Raises InvalidArgument for options that the device has no room for.
     """
@@ -64,20 +68,30 @@ class Sequence:
     request: Request
     eos_ids: frozenset[int]
     chain: Chain  # names of its full pages; knows no token where the prefix cache is off
+    sample: int = 0
+    seed: int = 0
+    siblings: list[Sequence] = dataclasses.field(default_factory=list)  # of sample 0: those that wait for its prompt
     state: State = State.QUEUED
+    life: Life = dataclasses.field(default_factory=Life)
     outputs: list[int] = dataclasses.field(default_factory=list)  # tokens read back so far
     cached: int = 0  # tokens whose KV has been dispatched in the pool it is in
     sampled: int = 0  # output tokens whose sampling has been dispatched (at most one step ahead of `outputs`)
     prefill_lease: PrefixLease | None = None
     decode_lease: PrefixLease | None = None
-    hit_tokens: int = 0  # of the prompt, that were in the prefill pool's cache
+    hit_tokens: int = 0  # of the prompt, that were in the cache of the pool that computed it first
     decode_target: tuple[int, int] = (0, 0)  # decode pool, replica
     prefill_replica: int = 0
-    staging_bytes: int = 0
+    staging_bytes: int = 0  # charged for what has not been offered yet
+    sent_pages: int = 0  # of the prompt, offered or there already
+    landed_pages: int = 0  # of the prompt, in the decode replica's pages (counted by the decode pool's thread)
+    transfer_error: JaxpdError | None = None  # why it cannot be taken over (set by the decode pool's thread)
+    passed: int = 0  # later requests that were admitted before it
     abort_requested: bool = False
-    times: dict[str, float] = dataclasses.field(default_factory=dict)
+    prompt_logprobs: list[TokenLogprobs] = dataclasses.field(default_factory=list)  # read so far
     flags: int = dataclasses.field(init=False)  # slot_options.Flag: what its samplings use
     options: np.ndarray | None = dataclasses.field(init=False, default=None)  # its row, where they need one
+    fill_len: int = dataclasses.field(init=False)  # tokens to compute before it can sample (again)
+    capacity: int = 0  # tokens that its pages in the pool it is in have room for
 
     def __post_init__(self) -> None:
         params = self.request.params
@@ -86,17 +100,20 @@ class Sequence:
         if flags.needs_slot:
             ending = set(params.stop_token_ids) | (set() if params.ignore_eos else self.eos_ids)
             self.options = options_row(params, sorted(ending))
+        self.fill_len = self.prompt_len
+        self.life.mark(Stage.ARRIVED, at_s=self.request.arrival_s)
 
     def move(self, state: State) -> None:
         """Goes to `state`. Raises RuntimeError when the table does not allow it."""
         if state not in TRANSITIONS[self.state]:
             raise RuntimeError(f"request {self.request.request_id}: no way from {self.state.value} to {state.value}")
-        self.state = state
-        self.mark(state.value)
-
-    def mark(self, what: str) -> None:
-        """Records when something happened, the first time it does."""
-        self.times.setdefault(what, time.monotonic())
+        before, self.state = self.state, state
+        if state is State.QUEUED:
+            self.life.mark(Stage.PREEMPTED, tokens=self.cached)
+        elif state in _STAGES:
+            if before is State.PREFILLING and state is State.DECODING:
+                self.life.mark(Stage.PREFILL_END)
+            self.life.mark(_STAGES[state])
 
     @property
     def request_id(self) -> str:
@@ -104,35 +121,68 @@ class Sequence:
         return self.request.request_id
 
     @property
+    def rank(self) -> Rank:
+        """Its place in the order of service."""
+        return self.request.priority, self.request.arrival_s
+
+    @property
     def prompt_len(self) -> int:
         """Tokens of the prompt."""
         return len(self.request.prompt_ids)
 
     @property
-    def max_len(self) -> int:
-        """Most tokens this sequence can ever hold in a cache."""
-        return self.prompt_len + self.request.params.max_tokens
+    def prompt_left(self) -> int:
+        """Tokens to compute before it can sample, whose KV has not been dispatched."""
+        return max(self.fill_len - self.cached, 0)
 
     @property
-    def prompt_left(self) -> int:
-        """Prompt tokens whose KV has not been dispatched."""
-        return max(self.prompt_len - self.cached, 0)
+    def to_score(self) -> int:
+        """Tokens of the prompt, from `cached` on, that are to be scored: the log probability of what follows each."""
+        if self.request.params.prompt_logprobs is None or self.sample or self.sampled or self.outputs:
+            return 0
+        return max(self.prompt_len - 1 - self.cached, 0)
 
     @property
     def wants_tokens(self) -> bool:
         """Whether another sampling may be dispatched."""
         return self.state is not State.FINISHED and self.sampled < self.request.params.max_tokens
 
-    def add_output(self, token: int) -> tuple[FinishReason, int | None] | None:
+    def reserved_len(self, reserve_tokens: int) -> int:
+        """Tokens to have room for before it is computed: all that it has, and at most `reserve_tokens` more."""
+        return self.fill_len + min(self.request.params.max_tokens - len(self.outputs), reserve_tokens)
+
+    def scores(self) -> tuple[TokenLogprobs, ...] | None:
+        """The log probabilities of its prompt, where they are asked for; complete once its first token is sampled."""
+        if self.request.params.prompt_logprobs is None or self.sample:
+            return None
+        return tuple(self.prompt_logprobs)
+
+    def token_ids(self, start: int, stop: int) -> tuple[int, ...]:
+        """Tokens `[start, stop)` of prompt and outputs."""
+        prompt = self.request.prompt_ids
+        if stop <= len(prompt):
+            return prompt[start:stop]
+        return (*prompt[start:], *self.outputs[max(start - len(prompt), 0) : stop - len(prompt)])
+
+    def preempt(self) -> None:
+        """Gives all its pages back and is QUEUED; `refill` before it is computed again."""
+        self.move(State.QUEUED)
+        self.release()
+        self.prefill_lease = self.decode_lease = None
+        self.cached = 0
+
+    def refill(self) -> None:
+        """Everything that it has sampled is read by now, and is to be computed before it samples again."""
+        assert self.sampled == len(self.outputs), "a preempted sequence is admitted after its last step was read"
+        self.fill_len = self.prompt_len + len(self.outputs)
+
+    def add_output(self, token: int, at_s: float) -> tuple[FinishReason, int | None] | None:
         """Takes one read-back token; (reason, stop token) when it was the last one."""
         params = self.request.params
         self.outputs.append(token)
         if self.chain.length:
             self.chain.extend((token,))
-        now = time.monotonic()
-        if len(self.outputs) <= 2:
-            self.times.setdefault(f"token{len(self.outputs)}", now)
-        self.times["last_token"] = now
+        self.life.token_times.append(at_s)
         if token in params.stop_token_ids or (token in self.eos_ids and not params.ignore_eos):
             return FinishReason.STOP, token
         if len(self.outputs) >= params.max_tokens:
@@ -144,21 +194,3 @@ class Sequence:
         for lease in (self.prefill_lease, self.decode_lease):
             if lease is not None:
                 lease.release()
-
-    def timings(self) -> Timings:
-        """The stages it went through, in seconds."""
-        t = self.times
-
-        def span(start: str, end: str) -> float | None:
-            return t[end] - t[start] if start in t and end in t else None
-
-        arrival = self.request.arrival_s
-        return Timings(
-            queue_s=t["prefilling"] - arrival if "prefilling" in t else None,
-            prefill_s=span("prefilling", "token1"),
-            transfer_s=span("offered", "decoding"),
-            transfer_exposed_s=span("token1", "decoding"),
-            decode_s=span("decoding", "last_token"),
-            ttft_s=t["token1"] - arrival if "token1" in t else None,
-            ttst_s=t["token2"] - arrival if "token2" in t else None,
-        )

@@ -210,7 +210,9 @@ def _compile(limits: Limits, specs: list[ProgramSpec], progress: Progress) -> li
     programs = [Programs() for _ in specs]
     tasks: list[tuple[str, Callable[[], None]]] = []
     for i, (pool, spec) in enumerate(zip(limits.pools, specs, strict=True)):
-        found = programs[i].compile_tasks(spec, gathers=pool.role == "prefill", scatters=pool.role == "decode")
+        found = programs[i].compile_tasks(
+            spec, gathers=pool.role == "prefill", scatters=pool.role == "decode", scores=pool.role != "decode"
+        )
         tasks += [(f"{pool.role} {pool.spec} {name}", task) for name, task in found]
     tasks.sort(key=lambda named: "forward" not in named[0])  # the long ones first, so that threads end together
     with (

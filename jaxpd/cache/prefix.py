@@ -83,26 +83,28 @@ class PrefixCache:
 
     # finding and taking -------------------------------------------------------------------------------------------
 
-    def match(self, chain: Chain, *, whole: bool = False) -> Match:
+    def match(self, chain: Chain, *, whole: bool = False, fresh: bool = False) -> Match:
         """The longest findable prefix of a prompt; changes nothing, not even the order of eviction.
 
         At least the last token is left to compute, so that there are logits to sample from, unless `whole`: a decode
-        pool, which is handed the KV and the first token, needs nothing computed.
+        pool, which is handed the KV and the first token, needs nothing computed. `fresh`: all of it is to be computed,
+        and nothing is found.
         """
         with self._lock:
-            pages, room = self._find(chain, self._limit(chain, whole))
+            pages, room = self._find(chain, 0 if fresh else self._limit(chain, whole))
             return Match(pages=np.asarray(pages, np.int32), room=room, free_slots=len(self._free_slots))
 
-    def acquire(self, chain: Chain, pages: int, *, whole: bool = False) -> PrefixLease | None:
+    def acquire(self, chain: Chain, pages: int, *, whole: bool = False, fresh: bool = False) -> PrefixLease | None:
         """A slot and `pages` pages, which begin with the longest findable prefix; None: not now, no side effects.
 
         Args:
             chain: the prompt. The lease keeps it, to know what later commits contain.
             pages: how many in all; may be fewer than the prompt takes (see `PrefixLease.grow`).
             whole: as for `match`.
+            fresh: as for `match`.
         """
         with self._lock:
-            limit = self._limit(chain, whole)
+            limit = 0 if fresh else self._limit(chain, whole)
             found, room = self._find(chain, min(limit, pages))
             if pages - len(found) > room or not self._free_slots:
                 return None

@@ -147,11 +147,17 @@ class Decoder(nnx.Module):
             self.unembed = _param((layout.padded_vocab, cfg.hidden_size), dtype, ("vocab", "embed"))
 
     def __call__(
-        self, token_ids_T: jax.Array, pages_LPKSW: jax.Array, batch: RaggedBatch, *, kernels: str = AUTO
+        self,
+        token_ids_T: jax.Array,
+        pages_LPKSW: jax.Array,
+        batch: RaggedBatch,
+        *,
+        kernels: str = AUTO,
+        every_token: bool = False,
     ) -> tuple[jax.Array, jax.Array]:
         """Logits [B, V] float32 of each row's last token (this device's part of the vocabulary), and the pool.
 
-        `kernels` is the implementation asked of the page writes and the attention.
+        `kernels` is the implementation asked of the page writes and the attention. `every_token`: logits [T, V].
         """
         cfg = self.layout.config
         rope = rope_tables(cfg.rope, cfg.head_dim, batch.token_pos)
@@ -161,7 +167,7 @@ class Decoder(nnx.Module):
             own_rope = local_rope if cfg.local_layers[index] else rope
             x_TE, pages_LPKSW = layer(x_TE, pages_LPKSW, batch, own_rope, kernels)
         last_B = jnp.maximum(batch.query_starts[1:] - 1, 0)
-        x_BE = x_TE if last_B.shape[0] == x_TE.shape[0] else x_TE[last_B]
+        x_BE = x_TE if every_token or last_B.shape[0] == x_TE.shape[0] else x_TE[last_B]
         x_BE = rms_norm(x_BE, self.final_norm[...], eps=cfg.rms_eps, plus_one=cfg.norm_plus_one)
         head_VE = self.embed if cfg.tie_embeddings else self.unembed
         logits_BV = matmul(x_BE, head_VE[...], transposed=True, out_dtype=jnp.float32)

@@ -5,13 +5,14 @@
 An offer hands over staging arrays, which nobody changes any more. A worker thread sends their shards along the
 resharding plan and waits until every piece has arrived; only then is `done` called, since an array that is unready or
 failed would take the whole page pool with it when it meets a donating program. The sum of staged bytes is bounded:
-bytes are charged before a prompt starts and given back once its KV has settled, or never went.
+bytes are charged before a prompt starts and given back as its pieces settle, or once they never will be offered.
 """
 
 from __future__ import annotations
 
 import secrets
 import threading
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
@@ -19,6 +20,7 @@ import jax
 from jax.sharding import Mesh
 
 from meshes.heads import HeadLayout
+from meshes.transfer.meter import Meter
 from meshes.transfer.move import move_heads
 
 Staging = tuple[jax.Array, ...]  # per KV slot of a device: [tp, L, N, S, W]
@@ -54,10 +56,18 @@ class StagingBound:
 
 
 class InProcessTransport:
-    """Moves staged KV between meshes of this process."""
+    """Moves staged KV between meshes of this process.
 
-    def __init__(self, max_staging_bytes: int, *, workers: int = 4) -> None:
+    `bytes_per_s` makes it as slow as a network link of that bandwidth, for experiments and tests: offers then pass one
+    after the other, each after the time that its bytes take.
+    """
+
+    def __init__(self, max_staging_bytes: int, *, workers: int = 4, bytes_per_s: float | None = None) -> None:
         self.staging = StagingBound(max_staging_bytes)
+        self.bytes_per_s = bytes_per_s
+        self.cost = Meter()  # of offers, in bytes
+        self._link = threading.Lock()
+        self._link_free_s = 0.0
         self._executor = ThreadPoolExecutor(workers, thread_name_prefix="jaxpd-handoff")
 
     def offer(self, pieces: Sequence[Staging], src: HeadLayout, dst: HeadLayout, dst_mesh: Mesh, done: Done) -> int:
@@ -68,8 +78,13 @@ class InProcessTransport:
 
         def run() -> None:
             try:
+                jax.block_until_ready(pieces)  # what the prefill step still takes is not the link's time
+                start = time.monotonic()
                 moved = [move_heads(piece, src, dst, dst_mesh) for piece in pieces]
                 jax.block_until_ready(moved)
+                size = sum(array.nbytes for piece in pieces for array in piece)
+                self._wait_for_link(start, size)
+                self.cost.record(size, time.monotonic() - start)
             except Exception as error:  # whatever the runtime raises belongs to this transfer alone
                 done(None, error)
             else:
@@ -81,3 +96,10 @@ class InProcessTransport:
     def close(self) -> None:
         """Waits for transfers under way and ends the threads."""
         self._executor.shutdown(wait=True)
+
+    def _wait_for_link(self, start_s: float, size: int) -> None:
+        if self.bytes_per_s is None:
+            return
+        with self._link:
+            self._link_free_s = arrives = max(self._link_free_s, start_s) + size / self.bytes_per_s
+        time.sleep(max(arrives - time.monotonic(), 0.0))

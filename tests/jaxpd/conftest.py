@@ -24,6 +24,7 @@ class Answer:
 
     token_ids: list[int] = dataclasses.field(default_factory=list)
     logprobs: list[TokenLogprobs] = dataclasses.field(default_factory=list)
+    prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
     finishes: list[FinishEvent] = dataclasses.field(default_factory=list)
     ended: threading.Event = dataclasses.field(default_factory=threading.Event)
 
@@ -46,31 +47,41 @@ class Running:
 
     def _on_events(self, events: list[Event]) -> None:
         for event in events:
-            answer = self.answers[event.request_id]
+            answer = self.answers[f"{event.request_id}/{event.sample}" if event.sample else event.request_id]
             if isinstance(event, TokensEvent):
                 assert event.first_index == len(answer.token_ids)
                 assert not answer.finishes, "a token after the end"
                 answer.token_ids.extend(event.token_ids)
                 answer.logprobs.extend(event.logprobs or ())
+                answer.prompt_logprobs = answer.prompt_logprobs or event.prompt_logprobs
                 self.on_token(event)
             else:
                 answer.finishes.append(event)
                 answer.ended.set()
 
     def submit(self, name: str, prompt_ids: Any, **params: Any) -> Answer:
-        """Submits a request; greedy with EOS ignored unless told otherwise."""
+        """Submits a request; greedy with EOS ignored unless told otherwise.
+
+        `priority` and `cache_salt` are the request's, everything else its sampling parameters. The answers of the
+        samples after the first are filed as `NAME/1`, `NAME/2` ...
+        """
+        of_request = {key: params.pop(key) for key in ("priority", "cache_salt") if key in params}
         options = {"ignore_eos": True, "seed": 0, **params}
         answer = self.answers[name] = Answer()
+        others = [f"{name}/{i}" for i in range(1, options.get("n", 1))]
+        self.answers.update({other: Answer() for other in others})
         request = Request(
             request_id=name,
             prompt_ids=tuple(prompt_ids),
             params=SamplingParams(**options),
             arrival_s=time.monotonic(),
+            **of_request,
         )
         try:
             self.engine.submit(request)
         except Exception:
-            del self.answers[name]
+            for refused in (name, *others):
+                del self.answers[refused]
             raise
         return answer
 
@@ -81,8 +92,13 @@ class Running:
             assert answer.ended.wait(max(deadline - time.monotonic(), 0.0)), f"request {name} got no answer"
 
     def assert_at_baseline(self) -> EngineStats:
-        """Pages, slots and staging bytes are as they were before the first request."""
-        stats = self.engine.stats()
+        """Pages, slots and staging bytes are as they were before the first request.
+
+        What was on its way when its request ended may take a moment to arrive and be dropped.
+        """
+        deadline = time.monotonic() + 10.0
+        while (stats := self.engine.stats()) != self.baseline and time.monotonic() < deadline:
+            time.sleep(0.01)
         assert stats == self.baseline
         return stats
 

@@ -78,8 +78,9 @@ def test_one_token_finishes_in_the_prefill_pool(plain: Any) -> None:
 def test_a_first_token_that_ends_it_is_never_handed_off(how: str, plain: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     first = PROMPTS["len40"]["greedy_ids"][0]
     offers: list[int] = []
-    transport = plain.engine._transport
-    monkeypatch.setattr(transport, "offer", lambda *a, **k: offers.append(1))
+    [decode] = plain.engine._decode
+    monkeypatch.setattr(decode, "offer", lambda *a, **k: offers.append(1))
+    monkeypatch.setattr(decode.device, "step", lambda *a, **k: offers.append(2))
     options: dict[str, Any] = {"stop_token_ids": (first,)}
     if how == "eos":
         config = plain.engine.checkpoint.config

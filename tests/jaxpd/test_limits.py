@@ -103,5 +103,7 @@ def test_buckets_cover_every_step() -> None:
     prompts = [s.tokens for s in limits.prefill[0].shapes]
     assert prompts == [16, 64, 128, 256, 300]
     assert all(s.rows < s.tokens for s in limits.prefill[0].shapes)
-    assert [s.rows for s in limits.decode[0].shapes] == [1, 8, 12]
+    decode = limits.decode[0].shapes
+    assert [s.rows for s in decode if s.rows == s.tokens] == [1, 8, 12]
+    assert [s.tokens for s in decode if s.rows != s.tokens] == [64, 300]
     assert limits.decode[0].spec == MeshSpec(1, 2)

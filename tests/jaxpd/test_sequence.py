@@ -42,8 +42,8 @@ def test_every_state_is_reachable_and_can_end() -> None:
 
 def test_outputs_end_by_length_eos_and_stop_token() -> None:
     seq = sequence()
-    assert [seq.add_output(t) for t in (5, 6)] == [None, None]
-    assert seq.add_output(7) == (FinishReason.LENGTH, None)
-    assert sequence().add_output(9) == (FinishReason.STOP, 9)
-    assert sequence(ignore_eos=True).add_output(9) is None
-    assert sequence(ignore_eos=True, stop_token_ids=(9,)).add_output(9) == (FinishReason.STOP, 9)
+    assert [seq.add_output(t, 0.0) for t in (5, 6)] == [None, None]
+    assert seq.add_output(7, 0.0) == (FinishReason.LENGTH, None)
+    assert sequence().add_output(9, 0.0) == (FinishReason.STOP, 9)
+    assert sequence(ignore_eos=True).add_output(9, 0.0) is None
+    assert sequence(ignore_eos=True, stop_token_ids=(9,)).add_output(9, 0.0) == (FinishReason.STOP, 9)
