@@ -29,11 +29,8 @@ from tests.jaxpd.random_requests import EOS, MODEL, decoder, params_of, possible
 
 Started = Callable[..., Any]
 
-# SWITCH ON when the engine has them: {"reserve_tokens": 1}, (1, 2) and ({}, {"priority": -1}, {"priority": 1}).
-RESERVE: dict[str, Any] = {}
-SAMPLES: tuple[int, ...] = (1,)
-OF_REQUEST: tuple[dict[str, Any], ...] = ({},)
-
+SAMPLES = (1, 1, 1, 2)
+OF_REQUEST: tuple[dict[str, Any], ...] = ({}, {}, {"priority": -1}, {"priority": 1}, {"cache_salt": "a tenant"})
 WAYS: dict[str, tuple[str | None, str | None, dict[str, Any]]] = {
     "disaggregated": ("2x1,1x1", "1x2,2x1", {}),
     "chunked": (None, None, {"mode": "chunked", "mesh": "1x2"}),
@@ -42,7 +39,13 @@ WAYS: dict[str, tuple[str | None, str | None, dict[str, Any]]] = {
 REQUESTS = 700  # each way
 CLIENTS = 4
 OUTSTANDING = 8  # requests that each client has on their way: together more than pools and queue take
-LIMITS = {"max_model_len": 160, "max_num_batched_tokens": 32, "max_num_seqs": 4, "max_queued_requests": 12}
+LIMITS = {
+    "max_model_len": 160,
+    "max_num_batched_tokens": 32,
+    "max_num_seqs": 4,
+    "max_queued_requests": 12,
+    "reserve_tokens": 1,
+}
 PAGES = 16  # of a replica, where pages are largest; a prompt takes up to 7 of them
 MOST_TOKENS = 24
 WRONG: tuple[tuple[list[int], dict[str, Any]], ...] = (
@@ -270,7 +273,7 @@ def test_nothing_is_left_and_nobody_is_forgotten(
 ) -> None:
     prefill, decode, config = WAYS[way]
     states = reachable(config.get("mode"))
-    config = {**LIMITS, **RESERVE, **config}
+    config = {**LIMITS, **config}
     few = kv_memory_of(PAGES, tiny_folders[MODEL], prefill_mesh=prefill, decode_mesh=decode, **config)
     running = started(MODEL, prefill, decode, kv_memory=few, **config)
     threads = jaxpd_threads()
@@ -323,5 +326,4 @@ def check_it_was_a_storm(storm: Storm, states: list[State]) -> None:
             aborted_from[[State.QUEUED, *storm.paths[plan.name]][-2]] += 1
     assert all(aborted_from[state] >= 3 for state in states), aborted_from
     assert all(storm.counts[what] >= 10 for what in ("queue full", "wrong", "twins")), storm.counts
-    if RESERVE:
-        assert sum(path.count(State.QUEUED) for path in storm.paths.values()) >= 10, "preemptions"
+    assert sum(path.count(State.QUEUED) for path in storm.paths.values()) >= 10, "preemptions"
