@@ -46,7 +46,7 @@ LIMITS = {
     "max_queued_requests": 12,
     "reserve_tokens": 1,
 }
-PAGES = 16  # of a replica, where pages are largest; a prompt takes up to 7 of them
+PAGES = 11  # of a replica, where pages are largest; a prompt takes up to 7 of them
 MOST_TOKENS = 24
 WRONG: tuple[tuple[list[int], dict[str, Any]], ...] = (
     ([10**9], {}),
@@ -230,7 +230,8 @@ class Storm:
                 time.sleep(0.05)  # so that pools run empty, too
 
     def _submit(self, plan: Plan) -> Any:
-        """Sends a request until the queue takes it."""
+        """Sends a request until the queue takes it; a minute is for ever."""
+        deadline = time.monotonic() + 60
         options = {"max_tokens": plan.max_tokens, **plan.reference.options, **plan.of_request}
         if plan.samples > 1:
             options["n"] = plan.samples
@@ -238,7 +239,7 @@ class Storm:
             try:
                 return self.running.submit(plan.name, plan.reference.prompt, **options)
             except ResourceExhausted as error:
-                assert error.retry_after_s > 0
+                assert error.retry_after_s > 0 and time.monotonic() < deadline
                 self._count("queue full")
                 time.sleep(0.01)
 
