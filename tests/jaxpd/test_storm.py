@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import logging
 import pathlib
 import random
@@ -215,7 +216,7 @@ class Storm:
             if rng.random() < 0.1:
                 prompt, options = rng.choice(WRONG)
                 wrong = f"wrong-{plan.name}"
-                self._expect_refusal(lambda p=prompt, o=options, w=wrong: self.running.submit(w, p, **o), "wrong")
+                self._expect_refusal(functools.partial(self.running.submit, wrong, prompt, **options), "wrong")
             on_their_way = [answer for answer in on_their_way if not answer.ended.is_set()]
             while len(on_their_way) >= OUTSTANDING:
                 assert on_their_way.pop(0).ended.wait(60)
