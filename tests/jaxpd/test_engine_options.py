@@ -2,84 +2,16 @@
 
 from __future__ import annotations
 
-import functools
-import importlib.util
-import pathlib
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
 
 from jaxpd.errors import InvalidArgument
-from jaxpd.request import SamplingParams
-from tests.jaxpd import numpy_sampler as plain
+from tests.jaxpd.random_requests import EOS, VOCAB, check, random_request
 
-DATA = pathlib.Path(__file__).parent.parent / "data"
-FOLDER = DATA / "tiny" / "smollm2"
-VOCAB, EOS = 291, (283,)
 Started = Callable[..., Any]
 MESHES = [("1x1", "1x1"), ("2x1", "1x2")]
-MARGIN = 1e-4  # nearer than that, float32 and float64 may choose differently
-
-
-@functools.cache
-def _decoder() -> Callable[[tuple[int, ...]], np.ndarray]:
-    spec = importlib.util.spec_from_file_location("numpy_decoder", DATA / "numpy_decoder.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    config, weights = module.load(FOLDER)
-    return lambda token_ids: module.forward(config, weights, token_ids)
-
-
-def random_request(seed: int) -> tuple[list[int], dict[str, Any]]:
-    """A prompt and options, each on or off by chance; half of the requests are greedy."""
-    rng = np.random.default_rng(seed)
-
-    def maybe(value: Any, off: Any, chance: float = 0.5) -> Any:
-        return value if rng.random() < chance else off
-
-    prompt = rng.choice(EOS[0], int(rng.integers(2, 45))).tolist()
-    return prompt, {
-        "max_tokens": int(rng.integers(1, 14)),
-        "temperature": maybe(float(rng.uniform(0.3, 1.5)), 0.0),
-        "top_k": maybe(int(rng.integers(1, 40)), 0),
-        "top_p": maybe(float(rng.uniform(0.2, 1.0)), 1.0),
-        "min_p": maybe(float(rng.uniform(0.0, 0.3)), 0.0),
-        "repetition_penalty": maybe(float(rng.uniform(0.8, 1.8)), 1.0),
-        "presence_penalty": maybe(float(rng.uniform(-1, 2)), 0.0),
-        "frequency_penalty": maybe(float(rng.uniform(-1, 2)), 0.0),
-        "logit_bias": maybe(dict(zip(prompt, rng.uniform(-3, 3, len(prompt)).tolist(), strict=True)), {}),
-        "logprobs": maybe(int(rng.integers(0, 21)), None),
-        "seed": seed,
-    }
-
-
-def check(prompt: list[int], options: dict[str, Any], answer: Any) -> None:
-    """Each token of an answer against the NumPy decoder and sampler, given the tokens before it."""
-    params = SamplingParams(**{"ignore_eos": True, **options})
-    tokens = answer.token_ids
-    logits_TV = _decoder()((*prompt, *tokens))
-    assert len(answer.logprobs) == (0 if params.logprobs is None else len(tokens))
-    for i, token in enumerate(tokens):
-        model_V = logits_TV[len(prompt) + i - 1]
-        changed_V = plain.changed_logits(model_V, params, prompt=prompt, outputs=tokens[:i], eos=EOS)
-        if params.temperature == 0:
-            assert changed_V[token] > changed_V.max() - MARGIN, (i, params)
-        else:
-            kept = plain.kept_tokens(changed_V, params)
-            last = changed_V[kept].min() / params.temperature
-            assert token in kept or changed_V[token] / params.temperature > last - MARGIN, (i, params)
-        if params.logprobs is not None:
-            want_V, got = plain.log_softmax(model_V), answer.logprobs[i]
-            assert got.logprob == pytest.approx(want_V[token], abs=1e-4)
-            assert len(got.top) == params.logprobs
-            np.testing.assert_allclose(
-                [p for _, p in got.top], np.sort(want_V)[::-1][: params.logprobs], rtol=0, atol=1e-4
-            )
-            for top, logprob in got.top:
-                assert logprob == pytest.approx(want_V[top], abs=1e-4)
 
 
 @pytest.mark.parametrize(("prefill", "decode"), MESHES)
