@@ -40,6 +40,7 @@ class EngineConfig:
     prefix_cache: bool = True
     kernels: str = AUTO
     seed: int = 0
+    precompile: bool = True  # every program at start; False: each when it is first used, while requests wait
     compile_cache: pathlib.Path | None = None  # None: the user's cache folder
 
     def __post_init__(self) -> None:

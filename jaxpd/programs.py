@@ -18,14 +18,16 @@ model's logits, in steps in which a row has options beyond temperature and seed.
 `account` reads them.
 
 Everything is compiled ahead of time from shapes; serving calls the executables, so a bucket that was not compiled is
-a KeyError in a test and never a compile at run time. `forward` and `sample` run under `shard_map` over the whole mesh,
-and a replica with no rows skips the work; the hand-off's two run on one replica's sub-mesh.
+a KeyError in a test and never a compile at run time, unless that was asked for (`--no-precompile`). `forward` and
+`sample` run under `shard_map` over the whole mesh, and a replica with no rows skips the work; the hand-off's two run on
+one replica's sub-mesh.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -137,54 +139,74 @@ class ProgramSpec:
         return jax.jit(zeros, out_shardings=(self.on(P(DATA)), self.on(COUNTS_SPEC)))()
 
 
+class Table(dict[Any, Callable[..., Any]]):
+    """Executables by key. Those in `later` are compiled when they are first asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.later: dict[Any, Callable[[], Any]] = {}
+
+    def __missing__(self, key: Any) -> Callable[..., Any]:
+        self[key] = program = self.later[key]()
+        return program
+
+
 @dataclasses.dataclass
 class Programs:
     """Executables, keyed by bucket, by number of rows, or by replica and pages."""
 
-    forward: dict[BatchShape, Callable[..., Any]] = dataclasses.field(default_factory=dict)
-    sample: dict[BatchShape, Callable[..., Any]] = dataclasses.field(default_factory=dict)
-    mask: dict[int, Callable[..., Any]] = dataclasses.field(default_factory=dict)
-    apply: dict[int, Callable[..., Any]] = dataclasses.field(default_factory=dict)
-    account: dict[int, Callable[..., Any]] = dataclasses.field(default_factory=dict)
-    set_row: dict[str, Callable[..., Any]] = dataclasses.field(default_factory=dict)  # "options", "counts"
-    score: dict[BatchShape, Callable[..., Any]] = dataclasses.field(default_factory=dict)
-    gather: dict[tuple[int, int], Callable[..., Any]] = dataclasses.field(default_factory=dict)  # (replica, pages)
-    scatter: dict[tuple[int, int], Callable[..., Any]] = dataclasses.field(default_factory=dict)
+    forward: Table = dataclasses.field(default_factory=Table)
+    sample: Table = dataclasses.field(default_factory=Table)
+    mask: Table = dataclasses.field(default_factory=Table)
+    apply: Table = dataclasses.field(default_factory=Table)
+    account: Table = dataclasses.field(default_factory=Table)
+    set_row: Table = dataclasses.field(default_factory=Table)  # "options", "counts"
+    score: Table = dataclasses.field(default_factory=Table)
+    gather: Table = dataclasses.field(default_factory=Table)  # (replica, pages)
+    scatter: Table = dataclasses.field(default_factory=Table)
 
     def compile_tasks(
         self, spec: ProgramSpec, *, gathers: bool, scatters: bool, scores: bool = False
-    ) -> Iterator[tuple[str, Callable]]:
+    ) -> Iterator[tuple[str, Callable[[], None]]]:
         """(name, task) for every program; a task compiles one and files it here. Tasks may run in any thread."""
+        for name, table, key, build in self._builds(spec, gathers=gathers, scatters=scatters, scores=scores):
+            yield name, functools.partial(lambda table, key, build: table.__setitem__(key, build()), table, key, build)
 
-        def task(table: dict, key: Any, build: Callable[[], Any]) -> Callable[[], None]:
-            return lambda: table.__setitem__(key, build())
+    def compile_later(self, spec: ProgramSpec, *, gathers: bool, scatters: bool, scores: bool = False) -> None:
+        """Every program is compiled when it is first used, in the thread that uses it."""
+        for _, table, key, build in self._builds(spec, gathers=gathers, scatters=scatters, scores=scores):
+            table.later[key] = build
 
+    def _builds(
+        self, spec: ProgramSpec, *, gathers: bool, scatters: bool, scores: bool
+    ) -> Iterator[tuple[str, Table, Any, Callable[[], Any]]]:
+        """(name, where it is filed, under which key, how it is compiled)."""
+        make = functools.partial
         for shape in spec.shapes:
-            yield f"forward {shape}", task(self.forward, shape, functools.partial(_compile_forward, spec, shape))
-            yield f"sample {shape}", task(self.sample, shape, functools.partial(_compile_sample, spec, shape))
+            yield f"forward {shape}", self.forward, shape, make(_compile_forward, spec, shape)
+            yield f"sample {shape}", self.sample, shape, make(_compile_sample, spec, shape)
+        rows_scored: set[int] = set()
         if scores:
-            shape = spec.score_shape
-            yield f"forward score {shape}", task(self.score, shape, functools.partial(_compile_score, spec))
-        rows_scored = {SCORE_TOKENS} if scores else set()
+            shape, rows_scored = spec.score_shape, {SCORE_TOKENS}
+            yield f"forward score {shape}", self.score, shape, make(_compile_score, spec)
         for rows in sorted({shape.rows for shape in spec.shapes}):
-            yield f"mask b{rows}", task(self.mask, rows, functools.partial(_compile_mask, spec, rows))
-            yield f"apply b{rows}", task(self.apply, rows, functools.partial(_compile_apply, spec, rows))
+            yield f"mask b{rows}", self.mask, rows, make(_compile_mask, spec, rows)
+            yield f"apply b{rows}", self.apply, rows, make(_compile_apply, spec, rows)
         for rows in sorted({shape.rows for shape in spec.shapes} | rows_scored):
-            yield f"account b{rows}", task(self.account, rows, functools.partial(_compile_account, spec, rows))
-        yield "set options", task(self.set_row, "options", functools.partial(_compile_set_options, spec))
-        yield "set counts", task(self.set_row, "counts", functools.partial(_compile_set_counts, spec))
+            yield f"account b{rows}", self.account, rows, make(_compile_account, spec, rows)
+        yield "set options", self.set_row, "options", make(_compile_set_options, spec)
+        yield "set counts", self.set_row, "counts", make(_compile_set_counts, spec)
         for replica in range(spec.replicas):
             for count in PAGE_BUCKETS:
                 key = (replica, count)
                 if gathers:
-                    yield (
-                        f"gather r{replica} n{count}",
-                        task(self.gather, key, functools.partial(_compile_gather, spec, replica, count)),
-                    )
+                    yield f"gather r{replica} n{count}", self.gather, key, make(_compile_gather, spec, replica, count)
                 if scatters:
                     yield (
                         f"scatter r{replica} n{count}",
-                        task(self.scatter, key, functools.partial(_compile_scatter, spec, replica, count)),
+                        self.scatter,
+                        key,
+                        make(_compile_scatter, spec, replica, count),
                     )
 
 

@@ -187,9 +187,8 @@ def build_pools(
         for pool, mesh in zip(limits.pools, meshes, strict=True)
     ]
     try:
-        programs = _compile(
-            limits, specs, progress
-        )  # before the weights: what compiling needs for a while is free by then
+        # before the weights: what compiling needs for a while is free by then
+        programs = _compile(limits, specs, progress, at_once=config.precompile)
     except ValueError as error:
         if config.kernels == AUTO:
             raise
@@ -205,15 +204,23 @@ def build_pools(
     return pools
 
 
-def _compile(limits: Limits, specs: list[ProgramSpec], progress: Progress) -> list[Programs]:
-    """Compiles the programs of all pools in parallel threads."""
+def _compile(limits: Limits, specs: list[ProgramSpec], progress: Progress, *, at_once: bool) -> list[Programs]:
+    """The programs of all pools: compiled in parallel threads, or each when it is first used."""
     programs = [Programs() for _ in specs]
     tasks: list[tuple[str, Callable[[], None]]] = []
     for i, (pool, spec) in enumerate(zip(limits.pools, specs, strict=True)):
-        found = programs[i].compile_tasks(
-            spec, gathers=pool.role == "prefill", scatters=pool.role == "decode", scores=pool.role != "decode"
-        )
-        tasks += [(f"{pool.role} {pool.spec} {name}", task) for name, task in found]
+        kinds = {
+            "gathers": pool.role == "prefill",
+            "scatters": pool.role == "decode",
+            "scores": pool.role != "decode",
+        }
+        if at_once:
+            found = programs[i].compile_tasks(spec, **kinds)
+            tasks += [(f"{pool.role} {pool.spec} {name}", task) for name, task in found]
+        else:
+            programs[i].compile_later(spec, **kinds)
+    if not at_once:
+        return programs
     tasks.sort(key=lambda named: "forward" not in named[0])  # the long ones first, so that threads end together
     with (
         progress.stage("compiling", total=float(len(tasks)), unit="programs") as stage,

@@ -216,6 +216,7 @@ def generate(
     dtype: options.Dtype = None,
     prefix_cache: options.PrefixCache = None,
     kernels: options.Kernels = None,
+    precompile: options.Precompile = None,
     compile_cache: options.CompileCache = None,
 ) -> None:
     """Generate text from prompts, in this process or on a server."""
@@ -265,6 +266,7 @@ def generate(
         dtype=dtype,
         prefix_cache=prefix_cache,
         kernels=kernels,
+        precompile=precompile,
         compile_cache=compile_cache,
     )
     with _backend(server, model, engine) as backend:

@@ -255,6 +255,16 @@ Dtype = Annotated[
         rich_help_panel=NUMERICS,
     ),
 ]
+Precompile = Annotated[
+    bool | None,
+    typer.Option(
+        "--precompile/--no-precompile",
+        help="Compile every program at start, or each when it is first needed: a quicker start, and a request that "
+        "waits now and then.",
+        show_default="on",
+        rich_help_panel=NUMERICS,
+    ),
+]
 CompileCache = Annotated[
     pathlib.Path | None,
     typer.Option(

@@ -59,6 +59,7 @@ def serve(
         int,
         typer.Option(metavar="S", help="Seed of what the engine draws by itself.", rich_help_panel=options.NUMERICS),
     ] = EngineConfig.seed,
+    precompile: options.Precompile = None,
     compile_cache: options.CompileCache = None,
 ) -> None:
     """Serve a model over gRPC, prefilling on one mesh and decoding on another."""
@@ -86,6 +87,7 @@ def serve(
         prefix_cache=prefix_cache,
         kernels=kernels,
         seed=seed,
+        precompile=precompile,
         compile_cache=compile_cache,
     )
     _log_to_stderr()

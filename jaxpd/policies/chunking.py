@@ -4,8 +4,8 @@ Chunks cross while later ones compute. With compute time p and transfer time x a
 
     first chunk's p + (n - 1) * max(p, x) + x        (a two-stage pipeline; Splitwise, arXiv:2311.18677, by layers)
 
-so where p >= x only the last chunk's x is exposed, and a small last chunk leaves little. It costs a step more, so it
-pays only where the transfer that it hides takes longer than that step.
+so where p >= x only the last chunk's x is exposed, and a small last chunk leaves little. It costs a step more (the step
+before it is padded to its bucket and no shorter), so it pays only where the transfer that it hides takes longer.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class Costs:
     """What prefill and hand-off are measured to take; zeros until something was measured."""
 
     prefill_s_per_token: float = 0.0  # in a step that is full
-    step_s: float = 0.0  # the smallest prefill step seen
+    step_s: float = 0.0  # of a prefill step, however few its tokens
     transfer_s: float = 0.0  # setting up a hand-off
     transfer_s_per_token: float = 0.0
 
@@ -34,7 +34,7 @@ def next_chunk(left: int, budget: int, *, first: bool, page_size: int, costs: Co
     if left <= budget and not first:
         small = max(budget // SMALL // page_size * page_size, page_size)
         hidden = (left - small) * costs.transfer_s_per_token
-        if left > small and hidden > max(costs.step_s, 1e-9):
+        if left > small and hidden > costs.step_s + small * costs.prefill_s_per_token > 0:
             return left - small
     return min(left, budget)
 

@@ -110,12 +110,14 @@ class Running:
 def started(tiny_folders: dict[str, pathlib.Path]) -> Iterator[Callable[..., Running]]:
     """`started(model, prefill, decode, **config)` -> Running; equal calls of one module share an engine.
 
+    Programs are compiled as they are used, most of them never, unless `precompile=True`.
+
     A mode that shares one mesh is asked for as `started(model, None, None, mode=..., mesh=...)`.
     """
     engines: dict[Any, Running] = {}
 
     def start(model: str, prefill: str | None, decode: str | None, **config: Any) -> Running:
-        small = {"max_model_len": 160, "max_num_batched_tokens": 32, "max_num_seqs": 4, **config}
+        small = {"precompile": False, "max_model_len": 160, "max_num_batched_tokens": 32, "max_num_seqs": 4, **config}
         key = (model, prefill, decode, tuple(sorted(small.items())))
         if key not in engines:
             engines[key] = Running(tiny_folders[model], EngineConfig(prefill_mesh=prefill, decode_mesh=decode, **small))

@@ -267,9 +267,10 @@ def test_a_failed_transfer_is_an_error_for_its_request_alone(plain: Any, monkeyp
     plain.assert_at_baseline()
 
 
-def test_nothing_is_compiled_after_ready(plain: Any, started: Started, compilations: Any) -> None:
+def test_nothing_is_compiled_after_ready(started: Started, compilations: Any) -> None:
     """Every prompt length and every number of concurrent requests, greedy and sampled, on even and uneven meshes."""
-    for running in (plain, started("smollm2", "4x1", "2x2")):
+    for prefill, decode in (("1x1", "1x1"), ("4x1", "2x2")):
+        running = started("smollm2", prefill, decode, precompile=True)
         compilations.count = 0
         for length in (1, 15, 16, 17, 31, 33, 64, 65, 150):
             for width in (1, 3, 9):

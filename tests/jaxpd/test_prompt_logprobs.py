@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from tests.jaxpd import numpy_sampler as plain
-from tests.jaxpd.test_engine_options import _decoder
+from tests.jaxpd.random_requests import decoder as _decoder
 
 Started = Callable[..., Any]
 PLACES: list[tuple[Any, Any, dict[str, Any]]] = [

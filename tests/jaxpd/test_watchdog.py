@@ -20,7 +20,7 @@ Started = Callable[..., Any]
 def test_a_step_that_hangs_is_reported_and_its_requests_are_answered(
     role: str, started: Started, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    running = started("smollm2", "1x1", "1x1", step_timeout_s=1.0)
+    running = started("smollm2", "1x1", "1x1", step_timeout_s=1.0, precompile=True)
     before = running.submit("before", [3] * 20, max_tokens=6)
     running.wait()
     pool = next(p for p in running.engine._pools if p.role == role)
