@@ -99,7 +99,7 @@ class Pool:
         size = device.spec.page_size
         self.spaces = [PrefixCache(limits.num_pages, limits.rows, size) for _ in range(limits.spec.dp)]
         self._stepper = Stepper(limits, device)
-        self._arrivals = Arrivals(device, start=self._take_over, fail=self._fail, settled=owner.settled)
+        self._arrivals = Arrivals(device, start=self._take_over, fail=self._fail, settled=self._settled)
         self._last_chosen = [0] * limits.spec.dp
         self._running: list[list[Sequence]] = [[] for _ in self.spaces]  # in the order of service
         self._waiting: list[Sequence] = []  # in the order of service
@@ -292,6 +292,9 @@ class Pool:
         seq.capacity = len(lease.pages) * self.device.spec.page_size
         seq.move(State.DECODING)
         self._insert(seq.decode_target[1], seq)
+
+    def _settled(self, chunk: Chunk) -> None:
+        self.owner.settled(chunk)
 
     def _fail(self, seq: Sequence, error: JaxpdError) -> None:
         self.owner.emit(self._end(seq, FinishReason.ERROR, error=error))

@@ -32,6 +32,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -213,6 +214,20 @@ def _shaped(shape: tuple[int, ...], dtype: Any, sharding: NamedSharding) -> jax.
     return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
 
 
+def _taken(pages_1LPKSW: jax.Array) -> jax.Array:
+    """A replica's own pool, while tracing.
+
+    The layout is the one that it has anyway. Said aloud, since with one KV head XLA takes another one that lies in
+    memory just the same, and copies the pool into it and back (seen on CPU, jax 0.10 and 0.12).
+    """
+    return with_layout_constraint(pages_1LPKSW[0], Layout(major_to_minor=(0, 1, 2, 3, 4)))
+
+
+def _given(pages_LPKSW: jax.Array) -> jax.Array:
+    """The inverse of `_taken`."""
+    return with_layout_constraint(pages_LPKSW[None], Layout(major_to_minor=(0, 1, 2, 3, 4, 5)))
+
+
 def lower_forward(spec: ProgramSpec, shape: BatchShape, *, every_token: bool = False) -> jax.stages.Lowered:
     """`forward` of one bucket, ready to compile, also for devices that are not there (`meshes.topology`).
 
@@ -240,14 +255,14 @@ def lower_forward(spec: ProgramSpec, shape: BatchShape, *, every_token: bool = F
             model = merge(graphdef, params)
             return model(ids_T, pages_LPKSW, batch, kernels=spec.kernels, every_token=every_token)
 
-        pages_LPKSW = pages_1LPKSW[0]
+        pages_LPKSW = _taken(pages_1LPKSW)
         if spec.replicas == 1:  # a pool of one replica is never stepped without rows
             logits_BV, pages_LPKSW = run(pages_LPKSW)
         else:  # a loop of one round or none: in the branch of a `cond` XLA copies the page pool (seen on CPU)
             nothing = jnp.zeros((shape.tokens if every_token else shape.rows, vocab_local), jnp.float32)
             rounds = jnp.minimum(step.live_rows, 1)
             logits_BV, pages_LPKSW = jax.lax.fori_loop(0, rounds, lambda _, c: run(c[1]), (nothing, pages_LPKSW))
-        return logits_BV[None], pages_LPKSW[None]
+        return logits_BV[None], _given(pages_LPKSW)
 
     in_specs = (param_specs, PAGES_SPEC, P(DATA), P(DATA))
     out_specs = (LOGITS_SPEC, PAGES_SPEC)
@@ -391,7 +406,7 @@ def _compile_gather(spec: ProgramSpec, replica: int, count: int) -> Callable[...
     sub, args, staging = _replica_args(spec, replica, count)
 
     def local(pages_1LPKSW: jax.Array, ids_N: jax.Array) -> tuple[jax.Array, ...]:
-        return tuple(head[None] for head in gather_pages(pages_1LPKSW[0], ids_N, implementation=spec.kernels))
+        return tuple(head[None] for head in gather_pages(_taken(pages_1LPKSW), ids_N, implementation=spec.kernels))
 
     mapped = jax.shard_map(
         local, mesh=sub, in_specs=(PAGES_SPEC, P()), out_specs=(STAGING_SPEC,) * len(staging), check_vma=False
@@ -404,7 +419,7 @@ def _compile_scatter(spec: ProgramSpec, replica: int, count: int) -> Callable[..
 
     def local(pages_1LPKSW: jax.Array, ids_N: jax.Array, heads: tuple[jax.Array, ...]) -> jax.Array:
         local_heads = tuple(head[0] for head in heads)
-        return scatter_pages(pages_1LPKSW[0], ids_N, local_heads, implementation=spec.kernels)[None]
+        return _given(scatter_pages(_taken(pages_1LPKSW), ids_N, local_heads, implementation=spec.kernels))
 
     mapped = jax.shard_map(
         local,
