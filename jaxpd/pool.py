@@ -35,7 +35,7 @@ from jaxpd.handoff import Arrivals, Chunk, take_chunk
 from jaxpd.life import Stage
 from jaxpd.limits import PoolLimits
 from jaxpd.policies import queueing
-from jaxpd.policies.batching import Batch, Candidate, Policy, stall_free
+from jaxpd.policies.batching import DECODES, IDLE, Batch, Candidate, Policy, stall_free
 from jaxpd.policies.chunking import Costs, next_chunk
 from jaxpd.policies.placement import Place
 from jaxpd.request import Event, FinishReason, TokensEvent
@@ -312,8 +312,13 @@ class Pool:
         for r, replica in enumerate(self._running):
             if self.role != "prefill":
                 self._make_room(r)
-            candidates = [self._candidate(seq, costs) for seq in replica]
-            scoring += [(r, seq) for seq in replica if seq.prompt_left and seq.to_score]
+            candidates = [
+                (DECODES if seq.sampled < seq.max_tokens else IDLE)
+                if seq.cached >= seq.fill_len
+                else self._prompt(seq, costs)
+                for seq in replica
+            ]
+            scoring += [(r, seq) for seq in replica if seq.cached < seq.fill_len and seq.to_score]
             batches.append(
                 self.policy(candidates, token_budget=self.limits.max_tokens, max_rows=self.limits.rows, clock_s=now)
             )
@@ -334,17 +339,15 @@ class Pool:
                     self._send(r, seq)
         return launched
 
-    def _candidate(self, seq: Sequence, costs: Costs) -> Candidate:
-        left = seq.prompt_left
-        if not left:
-            return Candidate(prompt_left=0, wants_token=seq.wants_tokens)
+    def _prompt(self, seq: Sequence, costs: Costs) -> Candidate:
         if seq.to_score:
-            return Candidate(prompt_left=0, wants_token=False)  # its steps are its own
+            return IDLE  # its steps are its own
+        left = seq.prompt_left
         if self.role == "prefill":
             first = seq.cached <= seq.hit_tokens
             size = self.device.spec.page_size
             left = next_chunk(left, self.limits.max_tokens, first=first, page_size=size, costs=costs)
-        return Candidate(prompt_left=left, wants_token=seq.wants_tokens)
+        return Candidate(prompt_left=left, wants_token=True)
 
     def _send(self, replica: int, seq: Sequence) -> None:
         """Sends the pages that are new since the last time; after the last chunk its prefill pages are free.
@@ -401,8 +404,9 @@ class Pool:
             logprobs = jax.device_get(logprobs)
         events: list[Event] = []
         leaving: list[Sequence] = []
+        finished, prefilling = State.FINISHED, State.PREFILLING  # looked up once: an enum's members are slow to get
         for r, i, seq in step.sampling:
-            if seq.state is State.FINISHED:
+            if seq.state is finished:
                 continue
             token, index = tokens[r][i], len(seq.outputs)
             try:
@@ -415,12 +419,12 @@ class Pool:
                 continue
             events.append(
                 TokensEvent(
-                    request_id=seq.request.request_id,
-                    first_index=index,
-                    token_ids=(token,),
-                    logprobs=None if logprobs is None else logprobs_of_row(logprobs, r, i, seq.request.params.logprobs),
-                    prompt_logprobs=None if index else seq.scores(),
-                    sample=seq.sample,
+                    seq.request.request_id,
+                    index,
+                    (token,),
+                    None if logprobs is None else logprobs_of_row(logprobs, r, i, seq.request.params.logprobs),
+                    None if index else seq.scores(),
+                    seq.sample,
                 )
             )
             if ended is not None:
@@ -429,7 +433,7 @@ class Pool:
                 events += self._end(seq, FinishReason.ABORT)
             elif seq in self._staged:
                 leaving.append(seq)
-            elif seq.state is State.PREFILLING:  # one pool does both: it goes on where it is
+            elif seq.state is prefilling:  # one pool does both: it goes on where it is
                 seq.move(State.DECODING)
             if not index:
                 self.owner.first_token(seq)

@@ -90,6 +90,7 @@ class Sequence:
     passed: int = 0  # later requests that were admitted before it
     abort_requested: bool = False
     prompt_logprobs: list[TokenLogprobs] = dataclasses.field(default_factory=list)  # read so far
+    max_tokens: int = dataclasses.field(init=False)  # as in the request: asked for at every step
     flags: int = dataclasses.field(init=False)  # slot_options.Flag: what its samplings use
     options: np.ndarray | None = dataclasses.field(init=False, default=None)  # its row, where they need one
     fill_len: int = dataclasses.field(init=False)  # tokens to compute before it can sample (again)
@@ -97,6 +98,7 @@ class Sequence:
 
     def __post_init__(self) -> None:
         params = self.request.params
+        self.max_tokens = params.max_tokens
         flags = flags_of(params)
         self.flags = int(flags)  # operations of an enum would take microseconds a row and step
         if flags.needs_slot:
@@ -147,7 +149,7 @@ class Sequence:
     @property
     def wants_tokens(self) -> bool:
         """Whether another sampling may be dispatched."""
-        return self.state is not State.FINISHED and self.sampled < self.request.params.max_tokens
+        return self.sampled < self.max_tokens and self.state is not State.FINISHED
 
     def reserved_len(self, reserve_tokens: int) -> int:
         """Tokens to have room for before it is computed: all that it has, and at most `reserve_tokens` more."""
@@ -183,8 +185,8 @@ class Sequence:
 
         Raises InvalidArgument where a grammar turns out to be too complex, RuntimeError for a token that it forbids.
         """
-        params = self.request.params
-        self.outputs.append(token)
+        params, outputs = self.request.params, self.outputs
+        outputs.append(token)
         if self.chain.length:
             self.chain.extend((token,))
         self.life.token_times.append(at_s)
@@ -194,7 +196,7 @@ class Sequence:
             return FinishReason.STOP, token
         if self.grammar is not None and self.grammar.finished:
             return FinishReason.STOP, token if token in self.eos_ids else None
-        if len(self.outputs) >= params.max_tokens:
+        if len(outputs) >= self.max_tokens:
             return FinishReason.LENGTH, None
         return None
 

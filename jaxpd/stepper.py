@@ -44,6 +44,7 @@ class Stepper:
     def __init__(self, limits: PoolLimits, device: PoolDevice) -> None:
         self.limits = limits
         self.device = device
+        self._page_size = device.spec.page_size
         self._slot_users: dict[tuple[int, int], PrefixLease] = {}  # (replica, slot): whose options the device has there
 
     def reset(self) -> None:
@@ -140,25 +141,18 @@ class Stepper:
         )
 
     def _decode_row(self, replica: int, seq: Sequence) -> Row:
-        lease = seq.decode_lease
+        lease, sampled = seq.decode_lease, seq.sampled
         assert lease is not None, "a sequence that decodes has pages for it"
-        slot, sampled = lease.slot, seq.sampled
-        known = len(seq.outputs) >= sampled  # else it is not read back yet, and the device knows it
-        seq.cached += 1
-        if seq.cached % self.device.spec.page_size == 1:  # the page before is full, and all its tokens are read
-            lease.commit(seq.cached)
-        if seq.flags and seq.options is not None:
+        seq.cached = cached = seq.cached + 1
+        if cached % self._page_size == 1:  # the page before is full, and all its tokens are read
+            lease.commit(cached)
+        if seq.options is not None:
             self._set_slot(replica, lease, seq)
-        return Row(
-            token_ids=(seq.outputs[sampled - 1] if known else from_slot(slot),),
-            context_len=seq.cached,
-            pages=lease.pages,
-            slot=slot,
-            output_index=sampled,
-            seed=seq.seed,
-            temperature=seq.request.params.temperature,
-            flags=seq.flags,
-        )
+        slot, outputs = lease.slot, seq.outputs
+        # The token before is read back, or else the device knows it.
+        token = outputs[sampled - 1] if len(outputs) >= sampled else from_slot(slot)
+        temperature = seq.request.params.temperature
+        return Row((token,), cached, lease.pages, slot, sampled, seq.seed, temperature, seq.flags)
 
     def _set_slot(self, replica: int, lease: PrefixLease, seq: Sequence) -> None:
         """Before the first sampling in a slot: the device gets the options, and the counts of all that was said.

@@ -13,17 +13,19 @@ a list of (index into the candidates, tokens).
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 
-@dataclasses.dataclass(frozen=True)
-class Candidate:
-    """A running sequence in arrival order: `prompt_left` tokens of prompt, or none left and one token to decode."""
+class Candidate(NamedTuple):
+    """A running sequence in the order of service: `prompt_left` tokens of prompt, or none and one token to decode."""
 
     prompt_left: int
     wants_token: bool
 
+
+DECODES = Candidate(prompt_left=0, wants_token=True)
+IDLE = Candidate(prompt_left=0, wants_token=False)
 
 Batch = list[tuple[int, int]]
 Policy = Callable[..., list[Batch]]
