@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 from jaxpd.errors import JaxpdError
 from jaxpd.request import FinishReason, SamplingParams
+from jaxpd.structured import StructuredOutput
 
 if TYPE_CHECKING:
     from jaxpd.llm import LLM, Completion, Delta
 
-__all__ = ["LLM", "Completion", "Delta", "FinishReason", "JaxpdError", "SamplingParams"]
+__all__ = ["LLM", "Completion", "Delta", "FinishReason", "JaxpdError", "SamplingParams", "StructuredOutput"]
 
 
 def __getattr__(name: str) -> Any:

@@ -266,7 +266,7 @@ def generate(
         dtype=dtype,
         prefix_cache=prefix_cache,
         kernels=kernels,
-        precompile=precompile,
+        precompile=False if precompile is None and server is None else precompile,
         compile_cache=compile_cache,
     )
     with _backend(server, model, engine) as backend:

@@ -261,7 +261,7 @@ Precompile = Annotated[
         "--precompile/--no-precompile",
         help="Compile every program at start, or each when it is first needed: a quicker start, and a request that "
         "waits now and then.",
-        show_default="on",
+        show_default="on for serve, off for generate",
         rich_help_panel=NUMERICS,
     ),
 ]

@@ -37,6 +37,7 @@ def llm() -> Iterator[LLM]:
         max_model_len=160,
         max_num_batched_tokens=32,
         max_num_seqs=4,
+        precompile=False,
         max_queued_requests=2,  # fewer than most calls here have samples: what does not fit waits for its turn
     ) as made:
         yield made

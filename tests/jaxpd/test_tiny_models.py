@@ -33,7 +33,7 @@ def expected(folder: pathlib.Path) -> tuple[list[dict[str, Any]], Any]:
 def device_of(folder: pathlib.Path, mesh: str) -> tuple[PoolDevice, Limits]:
     """A prefill pool's device side, with buckets of 32 and 160 tokens and 8 rows."""
     checkpoint = resolve(str(folder), progress=SilentProgress())
-    config = EngineConfig(prefill_mesh=mesh, max_model_len=160, max_num_batched_tokens=160, max_num_seqs=8)
+    config = EngineConfig(prefill_mesh=mesh, max_model_len=160, max_num_batched_tokens=160, max_num_seqs=8, precompile=False)
     placement = place(checkpoint, config)
     pools = build_pools(placement, checkpoint, config, owner=None, progress=SilentProgress())  # type: ignore[arg-type]
     return pools[0].device, placement.limits

@@ -59,6 +59,7 @@ def server(shutdown_timeout: float = 10.0) -> Iterator[Served]:
         decode_mesh="1x2",
         max_model_len=LIMIT,
         max_num_seqs=2,
+        precompile=False,
         max_num_batched_tokens=64,  # few programs to compile, and prompts in chunks
         max_queued_requests=QUEUE,
     )

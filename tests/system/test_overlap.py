@@ -26,7 +26,7 @@ def test_most_of_a_slow_transfer_is_hidden() -> None:
         "max_num_seqs": 1,
         "prefix_cache": False,
     }
-    with LLM("smollm2-135m", **limits) as llm:
+    with LLM("smollm2-135m", precompile=False, **limits) as llm:
         transport = llm.engine._transport
         [fast] = llm.generate([prompt], params)
         transport.bytes_per_s = LINK
