@@ -258,7 +258,9 @@ def _group(setup: Setup, config: ModelConfig, start: int, stop: int) -> Part:
             out, source.pages = forward(source.params, source.pages, packed, x_RTE)
         if not last:
             return packed, out
-        tokens, source.last_tokens = source.programs.sample[shape](out, source.last_tokens, packed)
+        tokens, source.last_tokens = source.programs.sample[shape.rows](
+            out, source.last_tokens, packed[:, : shape.head.packed_len]
+        )
         return tokens
 
     return Part(launch, source, target, 0, setup.pages)

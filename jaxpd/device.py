@@ -26,7 +26,7 @@ class Forwarded(NamedTuple):
 
     shape: BatchShape
     packed: np.ndarray  # [R, M]
-    metadata: jax.Array | np.ndarray  # the same, as programs take it
+    head: jax.Array  # the beginning of it, on the device
     logits: jax.Array  # [R, B, V]
 
 
@@ -64,24 +64,23 @@ class PoolDevice:
     def forward(self, shape: BatchShape, replicas: Sequence[Sequence[Row]]) -> Forwarded:
         """Dispatches forward of one batch alone, for a `sample` that has to wait for something."""
         packed = pack(shape, replicas, self._tables)
-        metadata = self.put(packed)
-        logits, self.pages = self.programs.forward[shape](self.params, self.pages, self.last_tokens, metadata)
-        return Forwarded(shape, packed, metadata, logits)
+        run = self.programs.forward[shape]
+        logits, self.pages, head = run(self.params, self.pages, self.last_tokens, self.put(packed))
+        return Forwarded(shape, packed, head, logits)
 
     def sample(self, batch: Forwarded, mask_RBW: np.ndarray | None = None) -> Sampled:
         """Dispatches what follows a forward; `mask_RBW`: what each row may sample, in words of `jaxpd.structured`."""
-        shape, packed, metadata, logits = batch
+        shape, packed, head, logits = batch
         start, length = shape.fields()["flags"]
         asked = packed[:, start : start + length]
         changed = logits if mask_RBW is None else self.programs.mask[shape.rows](logits, self.put(mask_RBW))
         if not asked.any():
-            tokens, self.last_tokens = self.programs.sample[shape](changed, self.last_tokens, metadata)
+            tokens, self.last_tokens = self.programs.sample[shape.rows](changed, self.last_tokens, head)
             return Sampled(tokens, None)
         flags = Flag(int(np.bitwise_or.reduce(asked, axis=None)))
-        head = self.put(np.ascontiguousarray(packed[:, : shape.head.packed_len]))
         if flags.needs_slot:
             changed = self.programs.apply[shape.rows](changed, self.options, self.counts, head)
-        tokens, self.last_tokens = self.programs.sample[shape](changed, self.last_tokens, metadata)
+        tokens, self.last_tokens = self.programs.sample[shape.rows](changed, self.last_tokens, head)
         if not flags & (Flag.COUNT | Flag.LOGPROBS):
             return Sampled(tokens, None)
         self.counts, logprobs = self.programs.account[shape.rows](logits, tokens, self.counts, head)
@@ -95,7 +94,7 @@ class PoolDevice:
         """
         shape, replicas = self.spec.score_shape, self.spec.replicas
         packed = pack(shape, [[row] if r == replica else [] for r in range(replicas)])
-        logits, self.pages = self.programs.score[shape](
+        logits, self.pages, _ = self.programs.score[shape](
             self.params, self.pages, self.last_tokens, jax.device_put(packed, self._packed)
         )
         head = np.zeros((replicas, BatchShape(0, shape.tokens, 0).packed_len), np.int32)

@@ -1,21 +1,21 @@
-"""The compiled programs of one pool: `forward` and `sample` per bucket, `gather` and `scatter` per page count.
+"""The compiled programs of one pool: `forward` per bucket, sampling per number of rows, page moves per page count.
 
-    forward(params, pages, last_tokens, packed)  -> logits [R, B, V], pages      (pages donated)
-    sample(logits, last_tokens, packed)          -> tokens [R, B], last_tokens   (last_tokens donated)
+    forward(params, pages, last_tokens, packed)  -> logits [R, B, V], pages, head (pages donated)
+    sample(logits, last_tokens, head)            -> tokens [R, B], last_tokens   (last_tokens donated)
     mask(logits, words [R, B, W])                -> logits
     apply(logits, options, counts, head)         -> logits
     account(logits, tokens, counts, head)        -> counts, log probabilities    (counts donated)
     set_options(options, rows [R, 1 + K])        -> options                      (donated; a row begins with its slot)
     set_counts(counts, slots [R], rows [R, V])   -> counts                       (donated)
-    score(params, pages, last_tokens, packed)    -> logits [R, T, V], pages      (pages donated)
+    score(params, pages, last_tokens, packed)    -> logits [R, T, V], pages, head (pages donated)
     gather(pages of one replica, page ids)       -> staging, one array [tp, L, N, S, W] per KV slot
     scatter(pages of one replica, ids, heads)    -> pages of that replica        (donated)
 
 `mask` runs first, in steps in which a row has a grammar; `apply` runs before `sample` and `account` after it, with the
 model's logits, in steps in which a row has options beyond temperature and seed. They depend on the number of rows alone
-(`head` is the beginning of `packed`), so that all prompt buckets share them. `options` and `counts` are explained in
-`jaxpd.slot_options`. `score` is `forward` for one bucket with the logits of every token, for prompt log probabilities;
-`account` reads them.
+(`head` is the beginning of `packed`, and forward passes it on), so that all prompt buckets share them. `options` and
+`counts` are explained in `jaxpd.slot_options`. `score` is `forward` for one bucket with the logits of every token, for
+prompt log probabilities; `account` reads them.
 
 Everything is compiled ahead of time from shapes; serving calls the executables, so a bucket that was not compiled is
 a KeyError in a test and never a compile at run time, unless that was asked for (`--no-precompile`). `forward` and
@@ -184,12 +184,12 @@ class Programs:
         make = functools.partial
         for shape in spec.shapes:
             yield f"forward {shape}", self.forward, shape, make(_compile_forward, spec, shape)
-            yield f"sample {shape}", self.sample, shape, make(_compile_sample, spec, shape)
         rows_scored: set[int] = set()
         if scores:
             shape, rows_scored = spec.score_shape, {SCORE_TOKENS}
             yield f"forward score {shape}", self.score, shape, make(_compile_score, spec)
         for rows in sorted({shape.rows for shape in spec.shapes}):
+            yield f"sample b{rows}", self.sample, rows, make(_compile_sample, spec, rows)
             yield f"mask b{rows}", self.mask, rows, make(_compile_mask, spec, rows)
             yield f"apply b{rows}", self.apply, rows, make(_compile_apply, spec, rows)
         for rows in sorted({shape.rows for shape in spec.shapes} | rows_scored):
@@ -262,10 +262,10 @@ def lower_forward(spec: ProgramSpec, shape: BatchShape, *, every_token: bool = F
             nothing = jnp.zeros((shape.tokens if every_token else shape.rows, vocab_local), jnp.float32)
             rounds = jnp.minimum(step.live_rows, 1)
             logits_BV, pages_LPKSW = jax.lax.fori_loop(0, rounds, lambda _, c: run(c[1]), (nothing, pages_LPKSW))
-        return logits_BV[None], _given(pages_LPKSW)
+        return logits_BV[None], _given(pages_LPKSW), packed_1M[:, : shape.head.packed_len]
 
     in_specs = (param_specs, PAGES_SPEC, P(DATA), P(DATA))
-    out_specs = (LOGITS_SPEC, PAGES_SPEC)
+    out_specs = (LOGITS_SPEC, PAGES_SPEC, P(DATA))
     mapped = jax.shard_map(local, mesh=spec.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
     args = (
         {path: _shaped(p.shape, spec.dtype, spec.on(param_specs[path])) for path, p in abstract.items()},
@@ -285,11 +285,11 @@ def _compile_score(spec: ProgramSpec) -> Callable[..., Any]:
     return lower_forward(spec, spec.score_shape, every_token=True).compile()
 
 
-def _compile_sample(spec: ProgramSpec, shape: BatchShape) -> Callable[..., Any]:
+def _compile_sample(spec: ProgramSpec, rows: int) -> Callable[..., Any]:
     layout = spec.layout
 
-    def local(logits_1BV: jax.Array, last_1S: jax.Array, packed_1M: jax.Array) -> tuple[jax.Array, jax.Array]:
-        step = unpack(shape, packed_1M[0])
+    def local(logits_1BV: jax.Array, last_1S: jax.Array, head_1M: jax.Array) -> tuple[jax.Array, jax.Array]:
+        step = unpack(BatchShape(0, rows, 0), head_1M[0])
         tokens_B = sample_tokens(logits_1BV[0], step, vocab_size=spec.config.vocab_size, tp=layout.tp)
         last_S = last_1S[0].at[step.slots].set(tokens_B, mode="drop")
         return tokens_B[None], last_S[None]
@@ -297,17 +297,15 @@ def _compile_sample(spec: ProgramSpec, shape: BatchShape) -> Callable[..., Any]:
     in_specs = (LOGITS_SPEC, P(DATA), P(DATA))
     out_specs = (P(DATA), P(DATA))
     mapped = jax.shard_map(local, mesh=spec.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
-    args = (
-        _shaped((spec.replicas, shape.rows, layout.padded_vocab), jnp.float32, spec.on(in_specs[0])),
-        _shaped((spec.replicas, spec.num_slots), jnp.int32, spec.on(P(DATA))),
-        _shaped((spec.replicas, shape.packed_len), jnp.int32, spec.on(P(DATA))),
-    )
+    args = _head_args(spec, rows)
+    last = _shaped((spec.replicas, spec.num_slots), jnp.int32, spec.on(P(DATA)))
     out = tuple(spec.on(s) for s in out_specs)
-    return jax.jit(mapped, donate_argnums=1, out_shardings=out).lower(*args).compile()
+    lowered = jax.jit(mapped, donate_argnums=1, out_shardings=out).lower(args["logits"], last, args["head"])
+    return lowered.compile()
 
 
 def _head_args(spec: ProgramSpec, rows: int) -> dict[str, jax.ShapeDtypeStruct]:
-    """Abstract arguments of `apply` and `account`."""
+    """Abstract arguments of `sample`, `apply` and `account`."""
     head = BatchShape(0, rows, 0)
     return {
         "logits": _shaped((spec.replicas, rows, spec.layout.padded_vocab), jnp.float32, spec.on(LOGITS_SPEC)),

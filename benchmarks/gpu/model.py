@@ -143,8 +143,8 @@ class Model:
         from meshes.sharding import DATA
 
         packed = jax.device_put(pack(shape, [rows]), self.spec.on(P(DATA)))
-        logits, self.pages = self.programs.forward[shape](self.weights, self.pages, self.last, packed)
-        tokens, self.last = self.programs.sample[shape](logits, self.last, packed)
+        logits, self.pages, head = self.programs.forward[shape](self.weights, self.pages, self.last, packed)
+        tokens, self.last = self.programs.sample[shape.rows](logits, self.last, head)
         return logits, tokens
 
     def _row(self, index: int, tokens: Any, context: int) -> Any:

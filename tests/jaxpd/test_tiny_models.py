@@ -33,7 +33,9 @@ def expected(folder: pathlib.Path) -> tuple[list[dict[str, Any]], Any]:
 def device_of(folder: pathlib.Path, mesh: str) -> tuple[PoolDevice, Limits]:
     """A prefill pool's device side, with buckets of 32 and 160 tokens and 8 rows."""
     checkpoint = resolve(str(folder), progress=SilentProgress())
-    config = EngineConfig(prefill_mesh=mesh, max_model_len=160, max_num_batched_tokens=160, max_num_seqs=8, precompile=False)
+    config = EngineConfig(
+        prefill_mesh=mesh, max_model_len=160, max_num_batched_tokens=160, max_num_seqs=8, precompile=False
+    )
     placement = place(checkpoint, config)
     pools = build_pools(placement, checkpoint, config, owner=None, progress=SilentProgress())  # type: ignore[arg-type]
     return pools[0].device, placement.limits
@@ -48,7 +50,7 @@ def logits_of(device: PoolDevice, shape: BatchShape, prompts: list[list[int]]) -
         page += count
         rows.append(Row(prompt, len(prompt), pages, slot=0, output_index=0, seed=0, temperature=0.0))
     packed = jax.device_put(pack(shape, [rows]), device.spec.on(jax.sharding.PartitionSpec(DATA_AXIS)))
-    logits, device.pages = device.programs.forward[shape](device.params, device.pages, device.last_tokens, packed)
+    logits, device.pages, _ = device.programs.forward[shape](device.params, device.pages, device.last_tokens, packed)
     return np.asarray(logits)[0, : len(prompts), : device.spec.config.vocab_size]
 
 

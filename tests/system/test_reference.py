@@ -34,7 +34,12 @@ def excused(prompt: dict[str, Any], got: list[int]) -> bool:
 
 
 def test_smollm2_on_uneven_meshes() -> None:
-    limits: dict[str, Any] = {"max_model_len": 1024, "max_num_batched_tokens": 256, "max_num_seqs": 4, "precompile": False}
+    limits: dict[str, Any] = {
+        "max_model_len": 1024,
+        "max_num_batched_tokens": 256,
+        "max_num_seqs": 4,
+        "precompile": False,
+    }
     prompts = reference("smollm2-135m")
     with LLM("smollm2-135m", prefill_mesh="4x1", decode_mesh="1x2", **limits) as llm:
         answers = llm.generate([p["prompt_ids"] for p in prompts], SamplingParams(max_tokens=32, ignore_eos=True))
