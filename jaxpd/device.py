@@ -13,7 +13,7 @@ import jax
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
-from jaxpd.batch import BatchShape, PageTables, Row, pack
+from jaxpd.batch import BatchShape, Row, pack
 from jaxpd.programs import Programs, ProgramSpec, page_pieces
 from jaxpd.sampling import Logprobs, Sampled
 from jaxpd.slot_options import NO_TOKEN, Flag
@@ -39,7 +39,6 @@ class PoolDevice:
         self.programs = programs
         self._packed = spec.on(P(DATA))
         self._alone = spec.mesh.size == 1
-        self._tables = PageTables()
         self._counts = spec.on(P(DATA, MODEL))
         self._ids = [spec.on(P(), replica_mesh(spec.mesh, r)) for r in range(spec.replicas)]
         self.reset()
@@ -57,13 +56,16 @@ class PoolDevice:
         """
         return packed if self._alone else jax.device_put(packed, self._packed)
 
-    def step(self, shape: BatchShape, replicas: Sequence[Sequence[Row]]) -> Sampled:
-        """Dispatches forward, sample and what options need of one batch; the result, [R, B], is still on its way."""
-        return self.sample(self.forward(shape, replicas))
+    def step(self, shape: BatchShape, batch: Sequence[Sequence[Row]] | np.ndarray) -> Sampled:
+        """Dispatches forward, sample and what options need of one batch; the result, [R, B], is still on its way.
 
-    def forward(self, shape: BatchShape, replicas: Sequence[Sequence[Row]]) -> Forwarded:
+        The batch is each replica's rows, or what `pack` made of them, which must not change any more.
+        """
+        return self.sample(self.forward(shape, batch))
+
+    def forward(self, shape: BatchShape, batch: Sequence[Sequence[Row]] | np.ndarray) -> Forwarded:
         """Dispatches forward of one batch alone, for a `sample` that has to wait for something."""
-        packed = pack(shape, replicas, self._tables)
+        packed = batch if isinstance(batch, np.ndarray) else pack(shape, batch)
         run = self.programs.forward[shape]
         logits, self.pages, head = run(self.params, self.pages, self.last_tokens, self.put(packed))
         return Forwarded(shape, packed, head, logits)

@@ -35,7 +35,7 @@ from jaxpd.handoff import Arrivals, Chunk, take_chunk
 from jaxpd.life import Stage
 from jaxpd.limits import PoolLimits
 from jaxpd.policies import queueing
-from jaxpd.policies.batching import DECODES, IDLE, Batch, Candidate, Policy, stall_free
+from jaxpd.policies.batching import Policy, stall_free
 from jaxpd.policies.chunking import Costs, next_chunk
 from jaxpd.policies.placement import Place
 from jaxpd.request import Event, FinishReason, TokensEvent
@@ -307,29 +307,26 @@ class Pool:
         """
         now = time.monotonic()
         costs = self.owner.costs() if self.role == "prefill" else Costs()
-        batches: list[list[Batch]] = []
+        work: list[list[Work]] = []
         scoring: list[tuple[int, Sequence]] = []
-        for r, replica in enumerate(self._running):
-            if self.role != "prefill":
-                self._make_room(r)
-            candidates = [
-                (DECODES if seq.sampled < seq.max_tokens else IDLE)
-                if seq.cached >= seq.fill_len
-                else self._prompt(seq, costs)
-                for seq in replica
-            ]
-            scoring += [(r, seq) for seq in replica if seq.cached < seq.fill_len and seq.to_score]
-            batches.append(
-                self.policy(candidates, token_budget=self.limits.max_tokens, max_rows=self.limits.rows, clock_s=now)
+        for r in range(len(self._running)):
+            decodes, prompts = self._ready(r)
+            scoring += [(r, seq) for seq in prompts if seq.to_score]
+            chunked = [seq for seq in prompts if not seq.to_score] if scoring else prompts
+            batches = self.policy(
+                len(decodes),
+                [self._chunk(seq, costs) for seq in chunked],
+                token_budget=self.limits.max_tokens,
+                max_rows=self.limits.rows,
+                clock_s=now,
             )
-        steps: list[list[Work]] = [
-            [
-                [(replica[i], n) for i, n in (of[step] if step < len(of) else [])]
-                for replica, of in zip(self._running, batches, strict=True)
-            ]
-            for step in range(max(map(len, batches)))
+            work.append(
+                [Work(decodes[: batch.decodes], [(chunked[i], n) for i, n in batch.chunks]) for batch in batches]
+            )
+        launched = [
+            self._stepper.step([of[step] if step < len(of) else Work([]) for of in work])
+            for step in range(max(map(len, work)))
         ]
-        launched = [self._stepper.step(work) for work in steps]
         launched += [self._stepper.score(r, seq) for r, seq in scoring]
         for step in launched:
             step.dispatched_s = now
@@ -339,15 +336,28 @@ class Pool:
                     self._send(r, seq)
         return launched
 
-    def _prompt(self, seq: Sequence, costs: Costs) -> Candidate:
-        if seq.to_score:
-            return IDLE  # its steps are its own
+    def _ready(self, replica: int) -> tuple[list[Sequence], list[Sequence]]:
+        """The sequences that want a token and have room for it, and those with prompt left, in the order of service."""
+        decodes, prompts, short = [], [], False
+        for seq in self._running[replica]:
+            if seq.cached < seq.fill_len:
+                prompts.append(seq)
+            elif seq.sampled < seq.max_tokens:
+                decodes.append(seq)
+                short = short or seq.cached >= seq.capacity
+        if not short or self.role == "prefill":
+            return decodes, prompts
+        self._make_room(replica)
+        gone = State.QUEUED
+        return [s for s in decodes if s.state is not gone], [s for s in prompts if s.state is not gone]
+
+    def _chunk(self, seq: Sequence, costs: Costs) -> int:
+        """The most tokens of a prompt to compute in the next step."""
         left = seq.prompt_left
-        if self.role == "prefill":
-            first = seq.cached <= seq.hit_tokens
-            size = self.device.spec.page_size
-            left = next_chunk(left, self.limits.max_tokens, first=first, page_size=size, costs=costs)
-        return Candidate(prompt_left=left, wants_token=True)
+        if self.role != "prefill":
+            return left
+        first, size = seq.cached <= seq.hit_tokens, self.device.spec.page_size
+        return next_chunk(left, self.limits.max_tokens, first=first, page_size=size, costs=costs)
 
     def _send(self, replica: int, seq: Sequence) -> None:
         """Sends the pages that are new since the last time; after the last chunk its prefill pages are free.
@@ -369,6 +379,7 @@ class Pool:
     def _make_room(self, replica: int) -> None:
         """Every sequence that decodes next has a page to write to, or has given way."""
         running = self._running[replica]
+        self._stepper.grew()
         for seq in list(running):
             if seq.cached < seq.capacity or not seq.wants_tokens or seq.state is State.QUEUED:
                 continue

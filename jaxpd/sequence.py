@@ -91,6 +91,7 @@ class Sequence:
     abort_requested: bool = False
     prompt_logprobs: list[TokenLogprobs] = dataclasses.field(default_factory=list)  # read so far
     max_tokens: int = dataclasses.field(init=False)  # as in the request: asked for at every step
+    ending: frozenset[int] = dataclasses.field(init=False)  # tokens that end it
     flags: int = dataclasses.field(init=False)  # slot_options.Flag: what its samplings use
     options: np.ndarray | None = dataclasses.field(init=False, default=None)  # its row, where they need one
     fill_len: int = dataclasses.field(init=False)  # tokens to compute before it can sample (again)
@@ -99,11 +100,11 @@ class Sequence:
     def __post_init__(self) -> None:
         params = self.request.params
         self.max_tokens = params.max_tokens
+        self.ending = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.eos_ids)
         flags = flags_of(params)
         self.flags = int(flags)  # operations of an enum would take microseconds a row and step
         if flags.needs_slot:
-            ending = set(params.stop_token_ids) | (set() if params.ignore_eos else self.eos_ids)
-            self.options = options_row(params, sorted(ending))
+            self.options = options_row(params, sorted(self.ending))
         self.fill_len = self.prompt_len
         self.life.mark(Stage.ARRIVED, at_s=self.request.arrival_s)
 
@@ -185,14 +186,14 @@ class Sequence:
 
         Raises InvalidArgument where a grammar turns out to be too complex, RuntimeError for a token that it forbids.
         """
-        params, outputs = self.request.params, self.outputs
+        outputs = self.outputs
         outputs.append(token)
         if self.chain.length:
             self.chain.extend((token,))
         self.life.token_times.append(at_s)
         if self.grammar is not None:
             self.grammar.accept(token)
-        if token in params.stop_token_ids or (token in self.eos_ids and not params.ignore_eos):
+        if token in self.ending:
             return FinishReason.STOP, token
         if self.grammar is not None and self.grammar.finished:
             return FinishReason.STOP, token if token in self.eos_ids else None

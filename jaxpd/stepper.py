@@ -7,10 +7,11 @@ the device. Only the pool's thread is here.
 from __future__ import annotations
 
 import dataclasses
+from typing import NamedTuple
 
 import numpy as np
 
-from jaxpd.batch import Row, bucket_for, from_slot
+from jaxpd.batch import BatchShape, PageTables, Row, bucket_for, from_slot, pack
 from jaxpd.cache.prefix import PrefixLease
 from jaxpd.device import Forwarded, PoolDevice
 from jaxpd.errors import JaxpdError
@@ -22,7 +23,22 @@ from jaxpd.sequence import Sequence, State
 from jaxpd.slot_options import Flag, counts_row
 from jaxpd.structured import EVERYTHING, mask_words
 
-Work = list[tuple[Sequence, int]]  # the sequences of one replica in a step, with how many tokens of each
+
+@dataclasses.dataclass(eq=False, slots=True)
+class Work:
+    """What one replica does in a step: sequences that decode, and chunks of prompts with their tokens."""
+
+    decodes: list[Sequence]
+    chunks: list[tuple[Sequence, int]] = dataclasses.field(default_factory=list)
+
+
+class _Steady(NamedTuple):
+    """The last step, where it was nothing but decodes: what the next one of the same sequences is made from."""
+
+    decodes: list[list[Sequence]]  # of each replica
+    shape: BatchShape
+    packed: np.ndarray
+    sampling: list[tuple[int, int, Sequence]]
 
 
 @dataclasses.dataclass(eq=False)
@@ -45,38 +61,78 @@ class Stepper:
         self.limits = limits
         self.device = device
         self._page_size = device.spec.page_size
+        self._tables = PageTables()
+        self._steady: _Steady | None = None
         self._slot_users: dict[tuple[int, int], PrefixLease] = {}  # (replica, slot): whose options the device has there
 
     def reset(self) -> None:
         """The device's slots are new."""
         self.device.reset()
+        self._steady = None
         self._slot_users.clear()
 
     def step(self, work: list[Work]) -> InFlight:
         """Dispatches one step of all replicas."""
+        most = max(len(of.decodes) + sum(n for _, n in of.chunks) for of in work)
+        if any(of.chunks for of in work):
+            self._steady = None
+            shape, packed, sampling = self._pack(work)
+            return self._dispatch(shape, packed, InFlight(sampling=sampling, tokens=most, prompts=True))
+        decodes = [of.decodes for of in work]
+        if self._steady is not None and self._steady.decodes == decodes:
+            shape, packed, sampling = self._pack_again(self._steady)
+        else:
+            shape, packed, sampling = self._pack(work)
+        self._steady = _Steady(decodes, shape, packed, sampling)
+        return self._dispatch(shape, packed, InFlight(sampling=sampling, tokens=most))
+
+    def grew(self) -> None:
+        """Some sequence has pages that it did not have before."""
+        self._steady = None
+
+    def _dispatch(self, shape: BatchShape, packed: np.ndarray, step: InFlight) -> InFlight:
+        if any(seq.grammar is not None for _, _, seq in step.sampling):
+            step.forwarded = self.device.forward(shape, packed)
+        else:
+            step.sampled = self.device.step(shape, packed)
+        return step
+
+    def _pack(self, work: list[Work]) -> tuple[BatchShape, np.ndarray, list[tuple[int, int, Sequence]]]:
         rows: list[list[Row]] = []
         sampling: list[tuple[int, int, Sequence]] = []
-        prompts = False
         for r, of in enumerate(work):
-            mine = []
-            for i, (seq, count) in enumerate(of):
-                if seq.cached < seq.fill_len:
-                    prompts = True
-                    mine.append(self._prompt_row(r, seq, count))
-                else:
-                    mine.append(self._decode_row(r, seq))
-                if seq.cached >= seq.fill_len:
+            mine = [self._decode_row(r, seq) for seq in of.decodes]
+            sampling += [(r, i, seq) for i, seq in enumerate(of.decodes)]
+            for seq, count in of.chunks:
+                mine.append(self._prompt_row(r, seq, count))
+                if not seq.prompt_left:
                     seq.sampled += 1
-                    sampling.append((r, i, seq))
+                    sampling.append((r, len(mine) - 1, seq))
             rows.append(mine)
-        most = max(sum(n for _, n in of) for of in work)
         shape = bucket_for(self.limits.shapes, rows)
-        step = InFlight(sampling=sampling, tokens=most, prompts=prompts)
-        if any(seq.grammar is not None for _, _, seq in sampling):
-            step.forwarded = self.device.forward(shape, rows)
-        else:
-            step.sampled = self.device.step(shape, rows)
-        return step
+        return shape, pack(shape, rows, self._tables), sampling
+
+    def _pack_again(self, last: _Steady) -> tuple[BatchShape, np.ndarray, list[tuple[int, int, Sequence]]]:
+        """The next step of the same sequences with the same pages: every number of a row is the last one, plus one.
+
+        So it is made without a loop over numbers. The tokens are those that the device has sampled last.
+        """
+        packed, fields = last.packed.copy(), last.shape.fields()
+        context, index, ids = (fields[name][0] for name in ("context_lens", "output_index", "token_ids"))
+        slots = fields["slots"][0]
+        for r, decodes in enumerate(last.decodes):
+            count = len(decodes)
+            lengths = packed[r, context : context + count]
+            lengths += 1
+            packed[r, index : index + count] += 1
+            packed[r, ids : ids + count] = -1 - packed[r, slots : slots + count]  # batch.from_slot
+            for seq in decodes:
+                seq.cached += 1
+                seq.sampled += 1
+            for i in np.flatnonzero(lengths % self._page_size == 1):
+                seq = decodes[i]
+                lease_of(seq).commit(seq.cached)
+        return last.shape, packed, last.sampling
 
     def sample(self, step: InFlight) -> list[tuple[Sequence, JaxpdError]]:
         """Dispatches a sampling that had to wait until the tokens of the step before were read.
@@ -152,6 +208,7 @@ class Stepper:
         # The token before is read back, or else the device knows it.
         token = outputs[sampled - 1] if len(outputs) >= sampled else from_slot(slot)
         temperature = seq.request.params.temperature
+        seq.sampled = sampled + 1
         return Row((token,), cached, lease.pages, slot, sampled, seq.seed, temperature, seq.flags)
 
     def _set_slot(self, replica: int, lease: PrefixLease, seq: Sequence) -> None:

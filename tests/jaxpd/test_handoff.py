@@ -40,7 +40,7 @@ def test_earlier_chunks_have_crossed_before_the_last_is_dispatched(
 
     def held(work: Any) -> Any:
         for of in work:
-            for seq, count in of:
+            for seq, count in of.chunks:
                 if seq.cached + count == seq.prompt_len:
                     assert all_before.wait(30), f"only {len(scattered)} of 12 pages had crossed"
                     seen_at_last.append(len(scattered))

@@ -9,72 +9,65 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxpd.policies.admission import Admission, Need, admit
-from jaxpd.policies.batching import POLICIES, Batch, Candidate, Policy, decoupled, interleaved, stall_free
+from jaxpd.policies.batching import POLICIES, Batch, Policy, decoupled, interleaved, stall_free
 from jaxpd.policies.placement import Place
 
-
-def prompt(left: int) -> Candidate:
-    return Candidate(prompt_left=left, wants_token=True)
+ASKED: dict[str, Any] = {"token_budget": 32, "max_rows": 8, "clock_s": 0.0}
 
 
-def one_batch(candidates: list[Candidate], *, token_budget: int, max_rows: int) -> Batch:
-    batches = stall_free(candidates, token_budget=token_budget, max_rows=max_rows, clock_s=0.0)
+def one_batch(decodes: int, prompts: list[int], **asked: int) -> Batch | None:
+    batches = stall_free(decodes, prompts, **{**ASKED, **asked})
     assert len(batches) <= 1
-    return batches[0] if batches else []
-
-
-DECODE = Candidate(prompt_left=0, wants_token=True)
-DONE = Candidate(prompt_left=0, wants_token=False)
+    return batches[0] if batches else None
 
 
 def test_decodes_come_first_and_prompts_take_what_is_left() -> None:
-    assert one_batch([prompt(100), DECODE, DONE, DECODE], token_budget=32, max_rows=8) == [(1, 1), (3, 1), (0, 30)]
+    assert one_batch(2, [100]) == (2, [(0, 30)])
 
 
 def test_prompts_are_chunked_in_arrival_order() -> None:
-    assert one_batch([prompt(20), prompt(20), prompt(5)], token_budget=32, max_rows=8) == [(0, 20), (1, 12)]
+    assert one_batch(0, [20, 20, 5]) == (0, [(0, 20), (1, 12)])
 
 
 def test_rows_are_bounded() -> None:
-    assert one_batch([prompt(1)] * 9, token_budget=32, max_rows=4) == [(i, 1) for i in range(4)]
+    assert one_batch(0, [1] * 9, max_rows=4) == (0, [(i, 1) for i in range(4)])
+    assert one_batch(3, [1] * 9, max_rows=4) == (3, [(0, 1)])
 
 
 def test_decodes_above_the_budget_do_not_make_it_negative() -> None:
-    assert one_batch([DECODE] * 5 + [prompt(3)], token_budget=4, max_rows=8) == [(i, 1) for i in range(4)]
+    assert one_batch(5, [3], token_budget=4) == (4, [])
+
+
+def test_nothing_to_do_is_no_batch() -> None:
+    assert one_batch(0, []) is None
 
 
 def test_interleaved_computes_prompts_first() -> None:
-    asked: dict[str, Any] = {"token_budget": 32, "max_rows": 8, "clock_s": 0.0}
-    assert interleaved([DECODE, prompt(40), prompt(3)], **asked) == [[(1, 32)]]
-    assert interleaved([DECODE, prompt(8), DONE, DECODE], **asked) == [[(1, 8)]]
-    assert interleaved([DECODE, DONE, DECODE], **asked) == [[(0, 1), (2, 1)]]
+    assert interleaved(1, [40, 3], **ASKED) == [(0, [(0, 32)])]
+    assert interleaved(2, [8], **ASKED) == [(0, [(0, 8)])]
+    assert interleaved(2, [], **ASKED) == [(2, [])]
 
 
 def test_decoupled_makes_a_program_of_each() -> None:
-    asked: dict[str, Any] = {"token_budget": 32, "max_rows": 8, "clock_s": 0.0}
-    assert decoupled([DECODE, prompt(40), DECODE], **asked) == [[(0, 1), (2, 1)], [(1, 32)]]
-    assert decoupled([prompt(40)], **asked) == [[(0, 32)]]
-    assert decoupled([DONE], **asked) == []
+    assert decoupled(2, [40], **ASKED) == [(2, []), (0, [(0, 32)])]
+    assert decoupled(0, [40], **ASKED) == [(0, [(0, 32)])]
+    assert decoupled(0, [], **ASKED) == []
 
 
 @pytest.mark.parametrize("policy", POLICIES.values())
-@given(
-    st.lists(st.builds(Candidate, prompt_left=st.integers(0, 70), wants_token=st.booleans()), max_size=20),
-    st.integers(1, 64),
-    st.integers(1, 10),
-)
+@given(st.integers(0, 20), st.lists(st.integers(1, 70), max_size=20), st.integers(1, 64), st.integers(1, 10))
 def test_batches_are_within_their_bounds_and_never_idle_without_reason(
-    policy: Policy, candidates: list[Candidate], budget: int, rows: int
+    policy: Policy, decodes: int, prompts: list[int], budget: int, rows: int
 ) -> None:
-    batches = policy(candidates, token_budget=budget, max_rows=rows, clock_s=0.0)
-    for chosen in batches:
-        assert 0 < len(chosen) <= rows and sum(n for _, n in chosen) <= budget
-        for i, n in chosen:
-            assert 1 <= n <= max(candidates[i].prompt_left, 1)
-    everybody = [i for chosen in batches for i, _ in chosen]
-    assert len(set(everybody)) == len(everybody)
-    if any(c.prompt_left or c.wants_token for c in candidates):
-        assert batches
+    batches = policy(decodes, prompts, token_budget=budget, max_rows=rows, clock_s=0.0)
+    for batch in batches:
+        assert 0 < batch.decodes + len(batch.chunks) <= rows
+        assert batch.decodes + sum(n for _, n in batch.chunks) <= budget
+        assert all(1 <= n <= prompts[i] for i, n in batch.chunks)
+    assert sum(batch.decodes for batch in batches) <= decodes
+    chosen = [i for batch in batches for i, _ in batch.chunks]
+    assert chosen == list(range(len(chosen))), "in the order of service, each once"
+    assert bool(batches) == bool(decodes or prompts)
 
 
 def place(room: int, *, hit: int = 0, load: float = 0) -> Place:
