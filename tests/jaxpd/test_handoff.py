@@ -123,7 +123,7 @@ def test_an_abort_while_pages_cross_frees_everything(
 
 
 def test_a_prompt_of_one_chunk_and_one_of_full_pages_arrive(started: Started) -> None:
-    running = started("smollm2", "4x1", "1x2", max_num_batched_tokens=128, max_model_len=256)
+    running = started("smollm2", "2x1", "1x2", max_num_batched_tokens=64, max_model_len=256)
     for i, length in enumerate((1, 15, 16, 17, 64, 65, 96)):
         running.submit(f"cold{i}", LONG["prompt_ids"][:length], max_tokens=4)
         running.wait()

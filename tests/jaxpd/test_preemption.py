@@ -18,7 +18,7 @@ PLACES: list[dict[str, Any]] = [
     {"prefill": "1x1", "decode": "1x1"},
     {"prefill": "2x1", "decode": "1x2"},
     {"prefill": None, "decode": None, "mode": "chunked", "mesh": "1x1"},
-    {"prefill": None, "decode": None, "mode": "decoupled", "mesh": "1x2"},
+    {"prefill": None, "decode": None, "mode": "decoupled", "mesh": "1x1"},
     {"prefill": None, "decode": None, "mode": "interleaved", "mesh": "1x1"},
 ]
 

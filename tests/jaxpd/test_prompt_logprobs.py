@@ -15,9 +15,9 @@ Started = Callable[..., Any]
 PLACES: list[tuple[Any, Any, dict[str, Any]]] = [
     ("1x1", "1x1", {}),
     ("2x1", "1x2", {}),
-    ("1x2", "1x1", {"local_prefill": "64"}),
-    (None, None, {"mode": "chunked", "mesh": "3x1"}),
-    (None, None, {"mode": "decoupled", "mesh": "1x2"}),
+    ("1x1", "1x1", {"local_prefill": "64"}),
+    (None, None, {"mode": "chunked", "mesh": "2x1"}),
+    (None, None, {"mode": "decoupled", "mesh": "1x1"}),
 ]
 
 

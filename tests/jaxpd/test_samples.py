@@ -21,7 +21,7 @@ PLACES: list[tuple[Any, Any, dict[str, Any]]] = [
     ("1x1", "1x1", {}),
     ("1x1", "1x1", {"prefix_cache": False}),
     (None, None, {"mode": "chunked", "mesh": "1x1", "prefix_cache": False}),
-    ("2x1,1x1", "1x2", {}),
+    ("2x1", "1x2", {}),
 ]
 
 

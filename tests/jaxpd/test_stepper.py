@@ -19,7 +19,7 @@ Started = Callable[..., Any]
 
 @pytest.mark.parametrize(
     ("prefill", "decode", "config"),
-    [("1x1", "1x2", {}), (None, None, {"mode": "chunked", "mesh": "1x1"}), ("1x1", "1x1", {"reserve_tokens": 1})],
+    [("2x1", "1x2", {}), (None, None, {"mode": "chunked", "mesh": "1x1"}), ("1x1", "1x1", {"reserve_tokens": 1})],
 )
 def test_the_next_step_of_the_same_sequences_is_the_last_plus_one(
     prefill: Any, decode: Any, config: dict[str, Any], started: Started, monkeypatch: pytest.MonkeyPatch

@@ -120,7 +120,7 @@ def test_it_ends_where_nothing_can_follow_whatever_the_options_say(started: Star
 
 def test_a_sequence_that_gives_way_goes_on_in_its_grammar(started: Started) -> None:
     probe = started("smollm2", "1x1", "1x1").engine.limits.pools[0]
-    running = started("smollm2", "1x1", "1x1", reserve_tokens=1, kv_memory=10 * probe.page_bytes)
+    running = started("smollm2", "1x1", "1x1", reserve_tokens=1, kv_memory=13 * probe.page_bytes)
     long = StructuredOutput(kind="regex", text="([a-f][0-9]){30,40}")
     for i in range(4):
         running.submit(f"r{i}", [5 + i] * 9, max_tokens=120, temperature=1.0, seed=i, structured=long)
