@@ -135,13 +135,13 @@ def test_greedy_tokens_are_the_reference(
                 crossed = answer.finish.timings.transfer_s is not None
                 if len(prompts[name]["prompt_ids"]) <= int(case["local"]):
                     assert not crossed, name
-                elif turn == "cold" and copies == 1:  # what is cached does not count
+                elif not case["cache"] and copies == 1:  # what is cached does not count
                     assert crossed, name
         hits = sum(answer.finish.usage.cached_tokens for answer in answers.values())
         if not case["cache"]:
             assert hits == 0
-        elif not case["preempted"]:  # where pages are short the cache may have lost them again
-            assert (hits > 0) == (turn == "warm")
+        elif not case["preempted"] and turn == "warm":  # where pages are short the cache may have lost them again
+            assert hits > 0
         running.assert_at_baseline()
     assert bool(back_to_queue) == case["preempted"]
     running.engine.close()
