@@ -220,6 +220,7 @@ def _compile(limits: Limits, specs: list[ProgramSpec], progress: Progress, *, at
         else:
             programs[i].compile_later(spec, **kinds)
     if not at_once:
+        progress.note("programs are compiled when they are first needed (--precompile: all of them now)")
         return programs
     tasks.sort(key=lambda named: "forward" not in named[0])  # the long ones first, so that threads end together
     with (

@@ -2,8 +2,8 @@
 
 One test over a covering selection of all settings: every pair of values that can meet does meet, see `SELECTION`. Each
 case asks for the same prompts twice on one engine, so that it is cold and then warm. The tiny models are compared with
-what transformers computes (tests/data/README.md), and so is SmolLM2-135M: one case of it, without its long prompt,
-belongs to the ordinary suite, and all of them to `make reference`.
+what transformers computes (tests/data/README.md), and so is SmolLM2-135M. The ordinary suite runs the main tiny models;
+`make reference` all of them and SmolLM2-135M, each with every pair of settings.
 """
 
 from __future__ import annotations
@@ -61,17 +61,16 @@ TINY = covering({"model": MAIN_MODELS + OTHER_MODELS, **SETTINGS}, allowed=can_m
 BIG = covering({"model": (BIG_MODEL,), **SETTINGS}, allowed=can_meet)
 
 
-def named(case: Case, *marks: pytest.MarkDecorator, prompts: str = "all") -> Any:
+def named(case: Case, *marks: pytest.MarkDecorator) -> Any:
     """A parameter set with a name that says the case."""
     words = [case["model"], case["pools"], f"budget{case['budget']}", "cache" if case["cache"] else "nocache"]
     words += [f"local{case['local']}"] * (case["local"] != "never") + ["preempted"] * case["preempted"]
-    words += [prompts] * (prompts != "all")
-    return pytest.param(case, prompts, id="-".join(words), marks=marks)
+    return pytest.param(case, id="-".join(words), marks=marks)
 
 
 SELECTION = [
-    *(named(case) for case in TINY),
-    named(BIG[0], prompts="short"),
+    *(named(case) for case in TINY if case["model"] in MAIN_MODELS),
+    *(named(case, pytest.mark.slow) for case in TINY if case["model"] in OTHER_MODELS),
     *(named(case, pytest.mark.slow, pytest.mark.timeout(900)) for case in BIG),
 ]
 
@@ -82,11 +81,11 @@ def tiny_folders(tiny_folders: dict[str, pathlib.Path]) -> dict[str, Any]:
     return {**tiny_folders, BIG_MODEL: BIG_MODEL}
 
 
-def references(model: str, which: str) -> dict[str, dict[str, Any]]:
-    """The prompts of a model and their greedy tokens; `which` is all or short, where the long one is left out."""
+def references(model: str) -> dict[str, dict[str, Any]]:
+    """The prompts of a model and their greedy tokens."""
     if model == BIG_MODEL:
         prompts = json.loads((DATA / "reference" / f"{model}.json").read_text())["prompts"]
-        return {p["label"]: p for p in prompts if which == "all" or p["label"] != "long"}
+        return {p["label"]: p for p in prompts}
     return {p["name"]: p for p in json.loads((DATA / "tiny" / model / "expected.json").read_text())["prompts"]}
 
 
@@ -106,11 +105,11 @@ def settings(case: Case, longest: int) -> tuple[tuple[str | None, str | None], d
     return (None, None), {**config, "mode": case["pools"], "mesh": meshes[0]}
 
 
-@pytest.mark.parametrize(("case", "which"), SELECTION)
+@pytest.mark.parametrize("case", SELECTION)
 def test_greedy_tokens_are_the_reference(
-    case: Case, which: str, started: Started, tiny_folders: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    case: Case, started: Started, tiny_folders: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    prompts = references(case["model"], which)
+    prompts = references(case["model"])
     longest = max(len(p["prompt_ids"]) for p in prompts.values())
     meshes, config = settings(case, longest)
     copies = 1

@@ -28,7 +28,7 @@ PAGES = 600  # of one replica: the pool must dwarf everything else a program hol
 def devices(tiny_folders: dict[str, pathlib.Path]) -> tuple[PoolDevice, ...]:
     """Prefill 2x1, decode 1x2, decode 3x1 (one KV head a device), with decode pools of 600 pages."""
     checkpoint = resolve(str(tiny_folders["smollm2"]), progress=SilentProgress())
-    asked = {"max_model_len": 160, "max_num_batched_tokens": 32, "max_num_seqs": 64}
+    asked = {"max_model_len": 160, "max_num_batched_tokens": 32, "max_num_seqs": 16}
     config = EngineConfig(prefill_mesh="2x1", decode_mesh="1x2,3x1", **asked)  # type: ignore[arg-type]
     placement = place(checkpoint, config)
     pools = build_pools(placement, checkpoint, config, owner=None, progress=SilentProgress())  # type: ignore[arg-type]

@@ -216,7 +216,8 @@ def test_sigterm_lets_a_running_answer_finish(cache: pathlib.Path) -> None:
 
 def test_ctrl_c_ends_generate_in_one_line(tmp_path: pathlib.Path) -> None:
     """An empty compile cache, so that compiling takes seconds."""
-    with popen("generate", MODEL, "--prompt", "a", "--compile-cache", tmp_path, "--max-tokens", 8, *SMALL) as process:
+    args = ("--precompile", "--compile-cache", tmp_path, "--max-tokens", 8, *SMALL)
+    with popen("generate", MODEL, "--prompt", "a", *args) as process:
         assert process.stderr is not None
         for line in process.stderr:
             if "compiling" in line:
