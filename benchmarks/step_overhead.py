@@ -6,8 +6,8 @@ The model has one layer of two heads (`--layers` adds parameters), so that the d
 pool's thread sets the pace. N sequences (in all, over the replicas) decode at once; every round of the pool's loop in
 which all of them are sampled is a measurement, cut at the calls that it makes:
 
-    rows        policy, counters and rows of the next step: all that the others do not name
-    pack        the packed metadata of the step, one array a replica
+    rows        the pool's loop, its inbox and the policy: all that the others do not name
+    pack        counters and packed metadata of the step; mostly the last step's, plus one
     put         that array to the devices, where they are several (one takes it in the call of the program)
     forward     the call of the compiled program; it returns before the result is there
     sample      likewise
@@ -23,7 +23,9 @@ program waits until each has begun. `cpu` therefore counts what the pool's threa
 (`time.thread_time`), waiting or not; what other threads do is not in it. Medians of all rounds, and for `host` also
 their tenth percentile, for machines that others use too. Microseconds; each line runs in a process of its own.
 
-Two lengths of context, in one engine: nothing may grow with the tokens that a sequence has.
+Two lengths of context, in one engine: nothing that the host does grows with the tokens that a sequence has. On CPU all
+parts of a round grow alike with the time that the device was at work before it, since its threads leave other things in
+the processor's caches; compare a line with one whose `wait` is as long.
 """
 
 from __future__ import annotations
@@ -149,7 +151,6 @@ def measure(mesh: str, mode: str, sequences: int, contexts: Sequence[int], round
     """The rows of one engine, one for each context length."""
     import jax
 
-    import jaxpd.device
     from jaxpd.config import DISAGGREGATED, EngineConfig
     from jaxpd.engine import Engine
     from jaxpd.request import Event, FinishEvent, Request, SamplingParams
@@ -182,10 +183,12 @@ def measure(mesh: str, mode: str, sequences: int, contexts: Sequence[int], round
     engine = Engine(checkpoint(layers, longest), config, on_events=on_events)
     clock = Clock("rows")
     engine.emit = clock.timed("events", engine.emit)  # type: ignore[method-assign]
-    jaxpd.device.pack = clock.timed("pack", jaxpd.device.pack)  # type: ignore[attr-defined]
     engine.start()
     pool = next(pool for pool in engine._pools if pool.role != "prefill")
     clock.thread = pool._thread.ident
+    stepper = pool._stepper
+    stepper._pack = clock.timed("pack", stepper._pack)  # type: ignore[method-assign]
+    stepper._pack_again = clock.timed("pack", stepper._pack_again)  # type: ignore[method-assign]
     device, programs = pool.device, pool.device.programs
     device.put = clock.timed("put", device.put)  # type: ignore[method-assign]
     for name in ("forward", "sample"):
