@@ -85,7 +85,7 @@ class ForwardCase:
 
 
 def pool_cases(model: str, chip: str, role: str, mesh: MeshSpec, layers: int | None = None) -> list[ForwardCase]:
-    """All buckets of a pool, smallest first."""
+    """All buckets of a pool's own phase, smallest first (a decode pool has two for prompts besides)."""
     config = model_config(model, layers)
     memory = Memory(platform="tpu", device_bytes=find_chip(chip).hbm_bytes, host_bytes=0)
     asked = EngineConfig(page_size=PAGE_SIZE, max_model_len=min(MAX_LEN, config.max_position))
@@ -95,6 +95,7 @@ def pool_cases(model: str, chip: str, role: str, mesh: MeshSpec, layers: int | N
         ForwardCase(model=model, chip=chip, role=role, mesh=mesh, shape=shape, num_pages=pool.num_pages,
                     layers=config.num_layers)
         for shape in pool.shapes
+        if role == "prefill" or shape.rows == shape.tokens
     ]  # fmt: skip
 
 
