@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import pathlib
-import random
-import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -30,9 +28,7 @@ def plain(started: Started) -> Any:
     return started("smollm2", "1x1", "1x1")
 
 
-@pytest.mark.parametrize(
-    ("prefill", "decode"), [("8x1", "1x4"), ("1x2", "4x1"), ("4x1", "2x2"), ("1x1,2x1", "1x2,3x1")]
-)
+@pytest.mark.parametrize(("prefill", "decode"), [("8x1", "1x4"), ("1x1,2x1", "1x2,3x1")])
 def test_tokens_are_the_same_on_every_pair_of_meshes(prefill: str, decode: str, started: Started) -> None:
     running = started("smollm2", prefill, decode)
     for name, prompt in PROMPTS.items():
@@ -186,43 +182,6 @@ def test_abort_in_every_state_frees_everything(plain: Any) -> None:
         plain.assert_at_baseline()
     assert any(a.finish.reason is FinishReason.ABORT for a in plain.answers.values())
     assert plain.engine.abort("nobody") is False
-
-
-def test_storm_of_requests_cancels_and_errors_leaves_nothing_behind(started: Started) -> None:
-    """200 random requests; survivors' tokens are what they would have been alone."""
-    running = started("smollm2", "2x1", "1x2", max_num_seqs=4)
-    rng = random.Random(5)
-    names = list(PROMPTS)
-    cancels: list[threading.Timer] = []
-    plan: dict[str, tuple[str, int]] = {}
-    for i in range(200):
-        name = rng.choice(names)
-        count = rng.choice([1, 2, 8, 24])
-        kind = rng.random()
-        request_id = f"storm{i}"
-        if kind < 0.1:
-            with pytest.raises(InvalidArgument):
-                running.submit(request_id, [10**6], max_tokens=count)
-            continue
-        plan[request_id] = (name, count)
-        running.submit(request_id, PROMPTS[name]["prompt_ids"], max_tokens=count)
-        if kind < 0.4:
-            cancels.append(threading.Timer(rng.random() * 0.3, running.engine.abort, (request_id,)))
-            cancels[-1].start()
-        if rng.random() < 0.1:
-            time.sleep(0.02)
-    running.wait(120)
-    for timer in cancels:
-        timer.join()
-    reasons = {running.answers[r].finish.reason for r in plan}
-    assert reasons == {FinishReason.LENGTH, FinishReason.ABORT}
-    for request_id, (name, count) in plan.items():
-        answer = running.answers[request_id]
-        want = PROMPTS[name]["greedy_ids"][:count]
-        assert answer.token_ids == want[: len(answer.token_ids)]
-        if answer.finish.reason is FinishReason.LENGTH:
-            assert answer.token_ids == want
-    running.assert_at_baseline()
 
 
 def test_a_failing_step_answers_its_requests_and_the_pool_goes_on(plain: Any, monkeypatch: pytest.MonkeyPatch) -> None:
