@@ -21,6 +21,7 @@ from tests.jaxpd.few_pages import kv_memory_of
 
 DATA = pathlib.Path(__file__).parent.parent / "data"
 Started = Callable[..., Any]
+pytestmark = pytest.mark.heavy
 
 # What the meshes of a case are: one that is shared, or those of the prefill pools and of the decode pools.
 POOLS: dict[str, tuple[str, ...]] = {

@@ -22,6 +22,7 @@ from tests.jaxpd.random_requests import (
 )
 
 Started = Callable[..., Any]
+pytestmark = pytest.mark.heavy
 REQUESTS = 200
 MOST_EXCUSED = 4  # of them: a choice nearer than the margin is rare
 WAYS: dict[str, tuple[str | None, str | None, dict[str, Any]]] = {

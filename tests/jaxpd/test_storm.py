@@ -29,6 +29,7 @@ from tests.jaxpd.few_pages import kv_memory_of
 from tests.jaxpd.random_requests import EOS, MODEL, decoder, params_of, possible_tokens
 
 Started = Callable[..., Any]
+pytestmark = pytest.mark.heavy
 
 SAMPLES = (1, 1, 1, 2)
 OF_REQUEST: tuple[dict[str, Any], ...] = ({}, {}, {"priority": -1}, {"priority": 1}, {"cache_salt": "a tenant"})

@@ -13,6 +13,7 @@ LINK = 50e6  # bytes/s
 PROMPT, CHUNK = 2048, 256
 
 
+@pytest.mark.heavy
 def test_most_of_a_slow_transfer_is_hidden() -> None:
     """2,048 tokens in chunks of 256: less than a quarter of what the link takes is left after the first token.
 
