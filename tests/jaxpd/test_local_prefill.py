@@ -16,6 +16,7 @@ from jaxpd.policies.chunking import Costs, next_chunk, prefill_here
 TINY = pathlib.Path(__file__).parent.parent / "data" / "tiny" / "smollm2"
 PROMPTS = {p["name"]: p for p in json.loads((TINY / "expected.json").read_text())["prompts"]}
 Started = Callable[..., Any]
+pytestmark = pytest.mark.heavy
 
 
 @pytest.mark.parametrize(("prefill", "decode"), [("1x1", "1x1"), ("2x1", "1x2"), ("1x1,2x1", "1x2,3x1")])

@@ -14,6 +14,7 @@ from jaxpd.life import Stage
 TINY = pathlib.Path(__file__).parent.parent / "data" / "tiny" / "smollm2"
 PROMPTS = {p["name"]: p for p in json.loads((TINY / "expected.json").read_text())["prompts"]}
 Started = Callable[..., Any]
+pytestmark = pytest.mark.heavy
 PLACES: list[dict[str, Any]] = [
     {"prefill": "1x1", "decode": "1x1"},
     {"prefill": "2x1", "decode": "1x2"},

@@ -12,6 +12,7 @@ from tests.jaxpd import numpy_sampler as plain
 from tests.jaxpd.random_requests import decoder as _decoder
 
 Started = Callable[..., Any]
+pytestmark = pytest.mark.heavy
 PLACES: list[tuple[Any, Any, dict[str, Any]]] = [
     ("1x1", "1x1", {}),
     ("2x1", "1x2", {}),

@@ -13,6 +13,7 @@ from jaxpd.errors import InvalidArgument
 from jaxpd.policies.queueing import LOOK_AHEAD, MOST_PASSED, candidates, victim
 
 Started = Callable[..., Any]
+pytestmark = pytest.mark.heavy
 
 
 def test_one_that_let_enough_pass_is_the_last_to_be_tried() -> None:

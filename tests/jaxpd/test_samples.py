@@ -17,6 +17,7 @@ TINY = pathlib.Path(__file__).parent.parent / "data" / "tiny" / "smollm2"
 PROMPTS = {p["name"]: p for p in json.loads((TINY / "expected.json").read_text())["prompts"]}
 LONG = PROMPTS["len100"]
 Started = Callable[..., Any]
+pytestmark = pytest.mark.heavy
 PLACES: list[tuple[Any, Any, dict[str, Any]]] = [
     ("1x1", "1x1", {}),
     ("1x1", "1x1", {"prefix_cache": False}),

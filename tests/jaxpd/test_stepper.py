@@ -15,6 +15,7 @@ from jaxpd.stepper import Stepper
 TINY = pathlib.Path(__file__).parent.parent / "data" / "tiny" / "smollm2"
 PROMPTS = {p["name"]: p for p in json.loads((TINY / "expected.json").read_text())["prompts"]}
 Started = Callable[..., Any]
+pytestmark = pytest.mark.heavy
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ pytest.importorskip("llguidance")
 TINY = pathlib.Path(__file__).parent.parent / "data" / "tiny" / "smollm2"
 PROMPTS = {p["name"]: p for p in json.loads((TINY / "expected.json").read_text())["prompts"]}
 Started = Callable[..., Any]
+pytestmark = pytest.mark.heavy
 PLACES: list[tuple[Any, Any, dict[str, Any]]] = [
     ("1x1", "1x1", {}),
     ("2x1", "1x2", {"local_prefill": "10"}),
