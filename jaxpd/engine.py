@@ -134,7 +134,8 @@ class Engine:
         with self._lock:
             if self._state != "ready":
                 raise Unavailable(f"the engine is {self._state}")
-            if all(pool.given_up for pool in self._reservations.prefill):
+            roles = (self._reservations.prefill, self._reservations.decode)
+            if any(pools and all(pool.given_up for pool in pools) for pools in roles):
                 raise Unavailable("no pool answers: a device step does not end (the server's log has the stacks)")
             if request.request_id in self._registry:
                 raise InvalidArgument(
@@ -251,7 +252,11 @@ class Engine:
     def hand_off(self, seq: Sequence) -> None:
         """Gives a sequence whose first token is out to the decode pool that was reserved for it."""
         seq.move(State.OFFERED)
-        self._reservations.decode[seq.decode_target[0]].offer(seq)
+        target = self._reservations.decode[seq.decode_target[0]]
+        target.offer(seq)
+        if target.given_up:  # after it was offered: whoever gave the pool up has seen it, or this does
+            error = Internal("the decode pool's device step does not end (--step-timeout); the request is given up")
+            self.emit(self.finish(seq, FinishReason.ERROR, error=error))
 
     def first_token(self, seq: Sequence) -> None:
         """The prompt of a request is computed: its other samples find it in the caches."""

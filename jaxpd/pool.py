@@ -107,6 +107,7 @@ class Pool:
         self._retry = False  # room was freed, or someone came, since admission was last tried
         self._look = False  # an abort may have been asked for since it was last looked for
         self._completed_s = 0.0
+        self._coming: dict[Sequence, None] = {}  # in the inbox: a pool that hangs must not keep them either
         self._inbox: queue.SimpleQueue[tuple] = queue.SimpleQueue()
         self._closing = False
         self._thread = threading.Thread(target=self._run, name=f"jaxpd-{self.role}-{index}", daemon=True)
@@ -119,6 +120,7 @@ class Pool:
 
     def submit(self, seq: Sequence) -> None:
         """Puts a QUEUED sequence into the queue."""
+        self._coming[seq] = None
         self._inbox.put(("submit", seq))
 
     def piece(self, seq: Sequence, chunk: Chunk, moved: list[Staging] | None, error: Exception | None) -> None:
@@ -127,6 +129,7 @@ class Pool:
 
     def offer(self, seq: Sequence) -> None:
         """Takes an OFFERED sequence; what it lacks of its pages is on its way."""
+        self._coming[seq] = None
         self._inbox.put(("offer", seq))
 
     def wake(self) -> None:
@@ -183,15 +186,10 @@ class Pool:
         """Sequences in the queue (a reading, not a promise)."""
         return len(self._waiting)
 
-    @property
-    def thread_id(self) -> int | None:
-        """The identifier of the pool's thread, for its stack."""
-        return self._thread.ident
-
     def everyone(self) -> list[Sequence]:
         """All sequences in this pool or arriving (a reading): those that a pool that hangs must not keep."""
         running = [seq for replica in self._running for seq in list(replica)]
-        return [*self._waiting, *running, *list(self._staged), *self._arrivals.everyone()]
+        return [*list(self._coming), *self._waiting, *running, *list(self._staged), *self._arrivals.everyone()]
 
     # the pool's thread ------------------------------------------------------------------------------------------
 
@@ -233,13 +231,17 @@ class Pool:
             block = False
             match message:
                 case ("submit", seq):
-                    bisect.insort(self._waiting, seq, key=lambda s: s.rank)
+                    self._coming.pop(seq, None)
+                    if seq.state is not State.FINISHED:
+                        bisect.insort(self._waiting, seq, key=lambda s: s.rank)
                     self._retry = self._look = True
                 case ("piece", seq, chunk, moved, error):
                     self._arrivals.piece(seq, chunk, moved, error)
                 case ("offer", seq):
+                    self._coming.pop(seq, None)
                     self._look = True
-                    self._arrivals.first_token(seq)
+                    if seq.state is not State.FINISHED:
+                        self._arrivals.first_token(seq)
                 case ("wake",):
                     self._retry = self._look = True
                 case ("close",):
@@ -475,6 +477,7 @@ class Pool:
         failure = _internal("a device step", error)
         victims = [seq for replica in self._running for seq in replica] + list(self._staged)
         self._staged.clear()
+        self._waiting = [seq for seq in self._waiting if seq.state is not State.FINISHED]  # a watchdog's answers
         events: list[Event] = []
         for seq in victims:
             events += self._end(seq, FinishReason.ERROR, error=failure)
