@@ -33,6 +33,13 @@ class NotFound(JaxpdError):
     exit_code = 2
 
 
+class Unauthenticated(JaxpdError):
+    """No API key, or one that this server does not know."""
+
+    code = "UNAUTHENTICATED"
+    exit_code = 2
+
+
 class ResourceExhausted(JaxpdError):
     """More work than the bound; try again after `retry_after_s` seconds."""
 
