@@ -1,8 +1,8 @@
 """Grammars that make a model answer as a client demands: with a tool call in the model's own format, or with JSON.
 
-The grammar is llguidance's dialect of Lark. Everything but the arguments is literal text; the arguments are `%json` with
-the tool's schema, so that `$ref` finds what it refers to. A mark that is a special token of the model is asked for as
-that token. A model that reasons may do so first: always where the prompt has opened its reasoning, else if it likes.
+The grammar is llguidance's dialect of Lark. Everything but the arguments is literal text; the arguments are `%json`
+with the tool's schema, so that `$ref` finds what it refers to. A mark that is a special token of the model is asked for
+as that token. A model that reasons may do so first: always where the prompt has opened its reasoning, else if it likes.
 
 In the XML format a value of type string stands without quotes: its length and its choices are held to the schema, a
 `pattern` or `format` is not.
@@ -47,8 +47,8 @@ def forced_calls(
     form = tool_format(template)
     if form is None:
         raise InvalidArgument(
-            "tool_choice cannot force a call: this model's chat template says nothing of a known format for tool calls; "
-            "use tool_choice='auto'",
+            "tool_choice cannot force a call: this model's chat template names no format for tool calls that is known "
+            "here; use tool_choice='auto'",
             field="tool_choice",
         )
     functions = [tool["function"] for tool in tools.listed if tool["function"]["name"] in tools.forced]

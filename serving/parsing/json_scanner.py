@@ -1,7 +1,7 @@
 """JSON read character by character: whether it is still right, where it ends, and the one call inside it.
 
-A model's JSON is cut into tokens anywhere and may break off. A line break or tab inside a string, which JSON forbids and
-models write, is taken and escaped.
+A model's JSON is cut into tokens anywhere and may break off. A line break or tab inside a string, which JSON forbids
+and models write, is taken and escaped.
 """
 
 from __future__ import annotations

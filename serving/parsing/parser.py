@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 from serving.parsing.bracket_calls import NamedCall
-from serving.parsing.formats import ARGS, Kind, Marks, ToolFormat, begins_inside, held_back, reasoning_marks, tool_format
+from serving.parsing.formats import Kind, Marks, ToolFormat, begins_inside, held_back, reasoning_marks, tool_format
 from serving.parsing.json_calls import JsonCalls
 from serving.parsing.pieces import Content, Parser, Piece, Reasoning, ToolCall, joined
 from serving.parsing.xml_calls import XmlCall
@@ -168,9 +168,10 @@ class _Parser:
 
     def _call(self, out: list[Piece], final: bool) -> bool:
         assert self._calls is not None
-        if self._reader is None and (self._reader := self._new_reader(final)) is None:
+        reader = self._reader or self._new_reader(final)
+        if reader is None:
             return False
-        reader = self._reader
+        self._reader = reader
         pieces = reader.read(self._text, final)
         self._text = ""
         out += pieces
