@@ -11,8 +11,8 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
 from jaxpd import chat_template as module
-from jaxpd.checkpoints.gguf_tokenizer import tokenizer_from_gguf
 from jaxpd.chat_template import ChatTemplate
+from jaxpd.checkpoints.gguf_tokenizer import tokenizer_from_gguf
 from jaxpd.errors import InvalidArgument
 from jaxpd.text import TextStream, prompt_text, to_prompt_ids
 from jaxpd.tokenizer import Tokenizer, byte_alphabet, load_tokenizer
@@ -49,7 +49,8 @@ def test_a_conversation_with_tools() -> None:
         },
     ]
     assert render(HERMES, messages, [TOOL]) == (
-        '<|im_start|>system\nBe brief.\nget{"type": "object", "properties": {"é": {}}}\n<tool_call></tool_call><|im_end|>\n'
+        '<|im_start|>system\nBe brief.\nget{"type": "object", "properties": {"é": {}}}\n'
+        "<tool_call></tool_call><|im_end|>\n"
         "<|im_start|>user\nhi<|im_end|>\n"
         '<|im_start|>assistant\n\n<tool_call>\n{"name": "get", "arguments": {"é": [1, null]}}\n</tool_call><|im_end|>\n'
         "<|im_start|>user\n<tool_response>\n42\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
@@ -58,9 +59,20 @@ def test_a_conversation_with_tools() -> None:
 
 
 def test_what_the_template_sees() -> None:
-    seen = json.loads(render("{{ [messages, tools] | tojson }}{{ '' if tools else '' }}", [
-        {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": ""}}], "name": None, "x": (1, {"y": None})},
-    ], ({"function": {"name": "f"}},)))  # fmt: skip
+    seen = json.loads(
+        render(
+            "{{ [messages, tools] | tojson }}{{ '' if tools else '' }}",
+            [
+                {
+                    "role": "assistant",
+                    "tool_calls": [{"function": {"name": "f", "arguments": ""}}],
+                    "name": None,
+                    "x": (1, {"y": None}),
+                },
+            ],
+            ({"function": {"name": "f"}},),
+        )
+    )
     calls = [{"function": {"name": "f", "arguments": {}}}]
     assert seen == [
         [{"role": "assistant", "content": None, "tool_calls": calls, "x": [1, {"y": None}]}],
@@ -84,7 +96,8 @@ def test_the_callers_messages_stay_as_they_are() -> None:
 
 
 def test_where_the_prompt_ends() -> None:
-    template = "{% for m in messages %}[{{ m.role }}] {{ m.content | trim }}</s>{% endfor %}{% if add_generation_prompt %}[a]{% endif %}"
+    template = "{% for m in messages %}[{{ m.role }}] {{ m.content | trim }}</s>{% endfor %}"
+    template += "{% if add_generation_prompt %}[a]{% endif %}"
     assert render(template) == "[user] hi</s>[a]"
     assert render(template, add_generation_prompt=False) == render(template, add_generation_prompt=None)[:-3]
     answer = {"role": "assistant", "content": "s "}

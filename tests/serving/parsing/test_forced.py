@@ -84,11 +84,18 @@ def texts_of(spec: StructuredOutput, kind: str, template: str, count: int = 6) -
     [
         pytest.param(template, id=name)
         for name, template in {
-            "hermes": HERMES, "qwen3": QWEN3, "smollm": SMOLLM, "granite": GRANITE, "coder": QWEN_CODER,
-            "llama3": LLAMA3, "llama31": LLAMA31, "mistral": MISTRAL, "mistral_new": MISTRAL_NEW,
+            "hermes": HERMES,
+            "qwen3": QWEN3,
+            "smollm": SMOLLM,
+            "granite": GRANITE,
+            "coder": QWEN_CODER,
+            "llama3": LLAMA3,
+            "llama31": LLAMA31,
+            "mistral": MISTRAL,
+            "mistral_new": MISTRAL_NEW,
         }.items()
     ],
-)  # fmt: skip
+)
 def test_a_forced_call_parses_and_validates(template: str, kind: str) -> None:
     tools = read_tools(TOOLS, "required")
     spec = forced_calls(tools, template=template, prompt_text="", tokenizer=KINDS[kind])
@@ -181,11 +188,23 @@ for _ in range(40):
         ({"type": "json_schema", "json_schema": {}}, "response_format.json_schema.name", "1 to 64"),
         ({"type": "json_schema", "json_schema": {"name": "a b"}}, "response_format.json_schema.name", "'a b'"),
         ({"type": "json_schema", "json_schema": {"name": "a", "strict": 1}}, "response_format.json_schema.strict", "1"),
-        ({"type": "json_schema", "json_schema": {"name": "a", "schema": []}}, "response_format.json_schema.schema", "JSON schema"),
-        ({"type": "json_schema", "json_schema": {"name": "a", "schema": NESTED}}, "response_format.json_schema.schema", "64 levels"),
-        ({"type": "json_schema", "json_schema": {"name": "a", "schema": {"description": "x" * 70_000}}}, "response_format.json_schema.schema", "too large"),
+        (
+            {"type": "json_schema", "json_schema": {"name": "a", "schema": []}},
+            "response_format.json_schema.schema",
+            "JSON schema",
+        ),
+        (
+            {"type": "json_schema", "json_schema": {"name": "a", "schema": NESTED}},
+            "response_format.json_schema.schema",
+            "64 levels",
+        ),
+        (
+            {"type": "json_schema", "json_schema": {"name": "a", "schema": {"description": "x" * 70_000}}},
+            "response_format.json_schema.schema",
+            "too large",
+        ),
     ],
-)  # fmt: skip
+)
 def test_bad_response_formats_name_the_place(value: Any, field: str, message: str) -> None:
     for template in (PLAIN, QWEN3):
         with pytest.raises(InvalidArgument, match=message) as caught:

@@ -53,7 +53,12 @@ CODER_ARGS = '{"city": "12\\nlines </tool", "n": 3, "far": true, "at": {"x": 1}}
 
 GOOD: dict[str, tuple[str, str, dict[str, Any], Total]] = {
     "plain text": (PLAIN, " a <tool_call> b\n", {}, [("content", " a <tool_call> b\n")]),
-    "text with a template that has tools": (HERMES, "\n 2 < 3 {x} <tool> \n", {}, [("content", "\n 2 < 3 {x} <tool> \n")]),
+    "text with a template that has tools": (
+        HERMES,
+        "\n 2 < 3 {x} <tool> \n",
+        {},
+        [("content", "\n 2 < 3 {x} <tool> \n")],
+    ),
     "hermes": (HERMES, f"<tool_call>\n{A}\n</tool_call>", {}, [("call", "get", ARGS_A)]),
     "hermes, two and text": (
         HERMES,
@@ -187,8 +192,18 @@ GOOD: dict[str, tuple[str, str, dict[str, Any], Total]] = {
             ("content", "end"),
         ],
     ),
-    "mistral, no mark before the arguments": (MISTRAL_NEW, '[TOOL_CALLS]get{"a": "\n"}', {}, [("call", "get", '{"a": "\\n"}')]),
-    "qwen coder": (QWEN_CODER, f"On it.\n{CODER}\n{CODER}", {"schemas": SCHEMAS}, [("content", "On it."), *[("call", "get", CODER_ARGS)] * 2]),
+    "mistral, no mark before the arguments": (
+        MISTRAL_NEW,
+        '[TOOL_CALLS]get{"a": "\n"}',
+        {},
+        [("call", "get", '{"a": "\\n"}')],
+    ),
+    "qwen coder": (
+        QWEN_CODER,
+        f"On it.\n{CODER}\n{CODER}",
+        {"schemas": SCHEMAS},
+        [("content", "On it."), *[("call", "get", CODER_ARGS)] * 2],
+    ),
     "qwen coder without the outer mark": (
         QWEN_CODER,
         "<function=put_b>\n<parameter=x y>\n[1]\n</parameter></function>.",
@@ -201,24 +216,44 @@ GOOD: dict[str, tuple[str, str, dict[str, Any], Total]] = {
         {},
         [("call", "put_b", "{}"), ("call", "get", '{"a": "NaN"}')],
     ),
-}  # fmt: skip
+}
 
 BAD: dict[str, tuple[str, str, Total]] = {
     "no JSON": (HERMES, "<tool_call> oh </tool_call>", [("content", "<tool_call> oh </tool_call>")]),
     "a mark and no more": (HERMES, "x\n<tool_call>", [("content", "x"), ("content", "<tool_call>")]),
     "no name": (HERMES, '<tool_call>{"arguments": {"a": 1}}', [("content", '<tool_call>{"arguments": {"a": 1}}')]),
     "a name that is none": (HERMES, '<tool_call>{"name": 3, "a": 1}', [("content", '<tool_call>{"name": 3, "a": 1}')]),
-    "breaks off before the arguments": (HERMES, '<tool_call>{"name": "get", "arg', [("content", '<tool_call>{"name": "get", "arg')]),
-    "breaks off in the arguments": (HERMES, '<tool_call>{"name": "get", "arguments": {"a": "b', [("call", "get", '{"a": "b')]),
+    "breaks off before the arguments": (
+        HERMES,
+        '<tool_call>{"name": "get", "arg',
+        [("content", '<tool_call>{"name": "get", "arg')],
+    ),
+    "breaks off in the arguments": (
+        HERMES,
+        '<tool_call>{"name": "get", "arguments": {"a": "b',
+        [("call", "get", '{"a": "b')],
+    ),
     "breaks off in the closing mark": (HERMES, f"<tool_call>{A}\n</tool_", [("call", "get", ARGS_A)]),
     "goes wrong in the arguments": (
         HERMES,
         '<tool_call>{"name": "get", "arguments": {"a": 01}}</tool_call> so',
         [("call", "get", '{"a": 0'), ("content", "1}}"), ("content", "so")],
     ),
-    "no object for arguments": (HERMES, '<tool_call>{"name": "a", "arguments": [1]}', [("content", '<tool_call>{"name": "a", "arguments": [1]}')]),
-    "text for arguments": (HERMES, '<tool_call>{"name": "a", "arguments": "[1]"}', [("content", '<tool_call>{"name": "a", "arguments": "[1]"}')]),
-    "half of a surrogate pair": (HERMES, '<tool_call>{"name": "\\ud800"}', [("content", '<tool_call>{"name": "\\ud800"}')]),
+    "no object for arguments": (
+        HERMES,
+        '<tool_call>{"name": "a", "arguments": [1]}',
+        [("content", '<tool_call>{"name": "a", "arguments": [1]}')],
+    ),
+    "text for arguments": (
+        HERMES,
+        '<tool_call>{"name": "a", "arguments": "[1]"}',
+        [("content", '<tool_call>{"name": "a", "arguments": "[1]"}')],
+    ),
+    "half of a surrogate pair": (
+        HERMES,
+        '<tool_call>{"name": "\\ud800"}',
+        [("content", '<tool_call>{"name": "\\ud800"}')],
+    ),
     "wrong, then right": (
         HERMES,
         f"<tool_call>{{nope}}<tool_call>{A}</tool_call>",
@@ -229,7 +264,11 @@ BAD: dict[str, tuple[str, str, Total]] = {
     "no name before the mark": (MISTRAL_NEW, "[TOOL_CALLS][ARGS]{}", [("content", "[TOOL_CALLS][ARGS]{}")]),
     "no arguments behind the mark": (MISTRAL_NEW, "[TOOL_CALLS]get[ARGS]x", [("content", "[TOOL_CALLS]get[ARGS]x")]),
     "half a mark": (MISTRAL_NEW, "[TOOL_CALLS]get[AR", [("content", "[TOOL_CALLS]get[AR")]),
-    "wrong in the named arguments": (MISTRAL_NEW, '[TOOL_CALLS]a[ARGS]{"b":]', [("call", "a", '{"b":'), ("content", "]")]),
+    "wrong in the named arguments": (
+        MISTRAL_NEW,
+        '[TOOL_CALLS]a[ARGS]{"b":]',
+        [("call", "a", '{"b":'), ("content", "]")],
+    ),
     "no function": (QWEN_CODER, "<tool_call>\nget</tool_call>", [("content", "<tool_call>get</tool_call>")]),
     "no name of the function": (QWEN_CODER, "<function=>a", [("content", "<function=>a")]),
     "a value that breaks off": (
@@ -237,8 +276,12 @@ BAD: dict[str, tuple[str, str, Total]] = {
         "<function=a>\n<parameter=x>1</parameter>\n<parameter=y>\n2",
         [("call", "a", '{"x": 1'), ("content", "<parameter=y>\n2")],
     ),
-    "something between the values": (QWEN_CODER, "<function=a>\n12</function>", [("call", "a", "{"), ("content", "12</function>")]),
-}  # fmt: skip
+    "something between the values": (
+        QWEN_CODER,
+        "<function=a>\n12</function>",
+        [("call", "a", "{"), ("content", "12</function>")],
+    ),
+}
 
 
 def merged(pieces: Total) -> Total:
@@ -268,10 +311,37 @@ def test_what_is_no_call_comes_out_as_content(name: str) -> None:
 
 
 FRAGMENTS = st.sampled_from(
-    ["<tool_call>", "</tool_call>", "<think>", "</think>", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "<|python_tag|>", "\n", " "]
+    [
+        "<tool_call>",
+        "</tool_call>",
+        "<think>",
+        "</think>",
+        "[TOOL_CALLS]",
+        "[ARGS]",
+        "[CALL_ID]",
+        "<|python_tag|>",
+        "\n",
+        " ",
+    ]
     + ["<function=f>", "<parameter=x>", "</parameter>", "</function>", A, B, LLAMA_A, ARGS_A, A[:30], A[30:], "{", "}"]
-    + ["[", "]", ",", ";", '"', '"name": ', '{"name": "f", "arguments": ', "ab", "é", "<", "</", "[T", "\\", "1e", "nul"]
-)  # fmt: skip
+    + [
+        "[",
+        "]",
+        ",",
+        ";",
+        '"',
+        '"name": ',
+        '{"name": "f", "arguments": ',
+        "ab",
+        "é",
+        "<",
+        "</",
+        "[T",
+        "\\",
+        "1e",
+        "nul",
+    ]
+)
 TEMPLATES = [PLAIN, HERMES, QWEN3, SMOLLM, QWEN_CODER, LLAMA3, LLAMA31, MISTRAL, MISTRAL_NEW]
 
 
