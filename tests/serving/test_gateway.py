@@ -15,8 +15,8 @@ from jaxpd.errors import Internal, InvalidArgument, ResourceExhausted, Unavailab
 from jaxpd.request import FinishEvent, FinishReason, SamplingParams, Timings, TokensEvent, Usage
 from jaxpd.text import TextStream
 from serving import gateway as gateway_module
-from serving.gateway import Gateway, State
 from serving import understand
+from serving.gateway import Gateway, State
 from serving.messages import Finished, GenerateRequest, Message, Tokens, Understood
 
 Opened = Callable[..., tuple[Gateway, Any]]

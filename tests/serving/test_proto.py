@@ -37,7 +37,7 @@ def test_every_scalar_of_a_request_has_presence() -> None:
         seen.add(message.name)
         for field in message.fields:
             if field.message_type is not None:
-                todo.append(field.message_type)
+                todo += [] if field.message_type.GetOptions().map_entry else [field.message_type]
             else:
                 assert field.is_repeated or field.has_presence, field.full_name
     assert {"SamplingOptions", "StoppingOptions", "ResponseOptions", "ChatMessage"} <= seen
