@@ -118,7 +118,7 @@ def refuse_unknown_fields(message: ProtoMessage, path: str = "") -> None:
             f"{where} holds field number {numbers}, which this server does not know; it knows {known}", field=where
         )
     for descriptor, value in message.ListFields():
-        if descriptor.message_type is None:
+        if descriptor.message_type is None or descriptor.message_type.GetOptions().map_entry:
             continue
         name = f"{path}.{descriptor.name}" if path else descriptor.name
         if isinstance(value, ProtoMessage):
