@@ -64,5 +64,5 @@ def served_model(engine: Engine) -> ServedModel:
         page_size=engine.limits.page_size,
         meshes=engine.limits.meshes,
         tokenizer=tokenizer,
-        mode=engine.limits.mode,
+        mode=engine.mode,
     )
