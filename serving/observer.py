@@ -19,12 +19,16 @@ from serving.callers import ANYONE, Caller
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Origin:
-    """Where a request came from. `headers` are HTTP headers or gRPC metadata that concern tracing, in lower case."""
+    """Where a request came from. `headers` are HTTP headers or gRPC metadata that concern tracing, in lower case.
+
+    `deadline_s` is when the caller stops waiting, in `time.monotonic()` seconds; None where it did not say.
+    """
 
     front: str = "local"  # "http", "grpc" or "local"
     operation: str = "generate"  # "chat", "completion", "generate" or "infer"
     caller: Caller = ANYONE
     headers: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    deadline_s: float | None = None
 
 
 class Observer:
