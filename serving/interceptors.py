@@ -217,7 +217,7 @@ def _readable(message: Any, method: str) -> Any:
 
 
 def _shortened(details: str) -> str:
-    """As much of a text as fits. On the wire most characters that are not ASCII take three bytes for each of UTF-8's."""
+    """As much of a text as fits. On the wire what is not printable ASCII takes three bytes for each of UTF-8's."""
     details = details.encode("utf-8", "backslashreplace").decode("utf-8")
     room = MAX_DETAILS_BYTES
     for at, char in enumerate(details):

@@ -168,8 +168,7 @@ def texts_of(request: pb.ModelInferRequest) -> tuple[list[str], bool]:
     size = math.prod(sides) if len(tensor.shape) <= MAX_SIDES and all(side >= 0 for side in sides) else -1
     if size != len(elements):
         raise InvalidArgument(
-            f"{INPUT} has the shape {list(sides)} and {len(elements)} elements; give the shape "
-            f"[{len(elements)}]",
+            f"{INPUT} has the shape {list(sides)} and {len(elements)} elements; give the shape [{len(elements)}]",
             field="inputs",
         )
     if not 1 <= size <= MAX_TEXTS:
@@ -205,7 +204,7 @@ def options_of(parameters: Mapping[str, pb.InferParameter]) -> dict[str, Any]:
             text = _of_kind(name, value, kind == "string_param", "a string, or several as a JSON array")
             options[name] = tuple(_json_list(text, str) or (text,))
         elif name == "stop_token_ids":
-            ids = _json_list(value, int) if kind == "string_param" else None
+            ids = _json_list(str(value), int) if kind == "string_param" else None
             options[name] = tuple(_of_kind(name, ids, ids is not None, "a JSON array of token ids, such as [1, 2]"))
         else:
             raise InvalidArgument(

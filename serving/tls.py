@@ -94,7 +94,7 @@ def _pair_error(certfile: pathlib.Path, keyfile: pathlib.Path, error: Exception,
         return InvalidArgument(f"--ssl-keyfile {keyfile} {ENCRYPTED}", field="ssl_keyfile")
     if reason == "KEY_VALUES_MISMATCH":
         return InvalidArgument(
-            f"--ssl-keyfile {keyfile} is not the key of --ssl-certfile {certfile}; give the pair that was made together",
+            f"--ssl-keyfile {keyfile} is not the key of --ssl-certfile {certfile}; give a pair that was made together",
             field="ssl_keyfile",
         )
     if b"PRIVATE KEY-----" not in _read(keyfile, "--ssl-keyfile"):
