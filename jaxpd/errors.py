@@ -63,5 +63,11 @@ class Unavailable(JaxpdError):
     code = "UNAVAILABLE"
 
 
+class DeadlineExceeded(Unavailable):
+    """The caller gave less time than the answer needs: refused at once where that is plain, ended otherwise."""
+
+    code = "DEADLINE_EXCEEDED"
+
+
 class Internal(JaxpdError):
     """A bug or a device failure. The message is safe to show: it holds no stack and no path."""
