@@ -53,7 +53,7 @@ class PoolDevice:
 
     @property
     def free_bytes(self) -> int | None:
-        """Bytes that no array has, on the fullest device; None where the backend does not say (CPU). From any thread."""
+        """Bytes left on the fullest device; None where the backend does not say (CPU). From any thread."""
         readings = [device.memory_stats() for device in self.spec.mesh.devices.flat if device.platform != "cpu"]
         free = [stats["bytes_limit"] - stats["bytes_in_use"] for stats in readings if stats and "bytes_limit" in stats]
         return min(free, default=None)

@@ -70,8 +70,8 @@ class Internal(JaxpdError):
 class HandoffFailed(Internal):
     """A decode pool could not take a sequence over; `reason` is one word, to count by.
 
-    `copy`: pages did not arrive. `step`: a step of the decode pool failed, and what had arrived is gone. `lost`: what the
-    decode pool had of the prompt from before is gone.
+    `copy`: pages did not arrive. `step`: a step of the decode pool failed, and what had arrived is gone. `lost`: what
+    the decode pool had of the prompt from before is gone.
     """
 
     def __init__(self, reason: str, message: str) -> None:

@@ -25,7 +25,6 @@ from jaxpd.programs import PAGE_BUCKETS
 from jaxpd.sequence import Sequence, State
 from meshes.transfer.in_process import Staging
 
-
 LEAST_PAGES = PAGE_BUCKETS[0]  # fewer are kept for the next chunk: a piece is at least as large
 
 

@@ -20,7 +20,7 @@ from typing import Any, TextIO
 
 from jaxpd.errors import InvalidArgument, JaxpdError
 from jaxpd.request import FinishEvent, Request
-from serving.messages import shown
+from serving.messages import check_request_id, shown
 from serving.observer import Observer, Origin
 
 TEXT, JSON = "text", "json"
@@ -111,7 +111,10 @@ class RequestLog(Observer):
         quotes = error.code in ("INVALID_ARGUMENT", "NOT_FOUND")
         why = f"{error.code} ({error.field or 'request'})" if quotes else f"{error.code}: {error.message}"
         details = {"event": "refused", **_origin(origin), "error": error.code, "field": error.field}
-        request_id = request_id if request_id.isprintable() and " " not in request_id else shown(request_id)
+        try:
+            check_request_id(request_id)
+        except InvalidArgument:
+            request_id = shown(request_id)
         _log(request_id, f"request {request_id} refused: {why}", details)
 
     def finished(self, request: Request, origin: Origin, event: FinishEvent) -> None:

@@ -1,8 +1,8 @@
 """The names of the metrics, and what stands behind each.
 
-`vllm:` names mean what they mean there, so that routers, load generators and dashboards made for it work unchanged; what
-is ours is under `jaxpd:`. All carry `model_name`; `role`, `pool` and `replica` only ours do. A family that is not known
-yet (there is no engine, the backend does not say) is left out, never zero.
+`vllm:` names mean what they mean there, so that routers, load generators and dashboards made for it work unchanged;
+what is ours is under `jaxpd:`. All carry `model_name`; `role`, `pool` and `replica` only ours do. A family that is not
+known yet (there is no engine, the backend does not say) is left out, never zero.
 """
 
 from __future__ import annotations
