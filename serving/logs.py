@@ -20,11 +20,11 @@ from typing import Any, TextIO
 
 from jaxpd.errors import InvalidArgument, JaxpdError
 from jaxpd.request import FinishEvent, Request
+from serving.config import LOG_FORMATS
 from serving.messages import check_request_id, shown
 from serving.observer import Observer, Origin
 
-TEXT, JSON = "text", "json"
-FORMATS = (TEXT, JSON)
+TEXT, JSON = LOG_FORMATS
 OURS = ("jaxpd", "meshes", "pallas_kernels", "serving")
 DETAILS = "details"  # the attribute of a record whose entries become fields of a JSON line
 _KEYS = re.compile(
@@ -39,9 +39,9 @@ def set_up(log_format: str = TEXT, stream: TextIO | None = None) -> None:
 
     Raises InvalidArgument for another format.
     """
-    if log_format not in FORMATS:
+    if log_format not in LOG_FORMATS:
         raise InvalidArgument(
-            f"--log-format {log_format} is not known; use one of {', '.join(FORMATS)}", field="log_format"
+            f"--log-format {log_format} is not known; use one of {', '.join(LOG_FORMATS)}", field="log_format"
         )
     handler = logging.StreamHandler(stream or sys.stderr)
     handler.setFormatter(JsonFormatter() if log_format == JSON else TextFormatter())

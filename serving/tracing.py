@@ -193,8 +193,8 @@ def make_tracer(endpoint: str) -> Tracing:
     """An observer that sends spans to `endpoint` by OTLP over HTTP, such as http://localhost:4318/v1/traces.
 
     Without a path it is a collector's base, and /v1/traces is added. Whether somebody answers there is not asked: a
-    collector may come later, or never. Raises InvalidArgument for what is no URL, FailedPrecondition where OpenTelemetry
-    is not installed.
+    collector may come later, or never. Raises InvalidArgument for what is no URL, FailedPrecondition where the extra is
+    not installed.
     """
     url = _checked(endpoint)
     try:
