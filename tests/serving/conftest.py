@@ -76,7 +76,7 @@ def served(opened: Callable[..., Any]) -> Callable[..., Any]:
     return serve
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def scraped() -> Callable[[Any], dict[tuple[str, frozenset[tuple[str, str]]], float]]:
     """`scraped(metrics)` -> {(sample name, labels without model_name): value}, read as Prometheus would."""
     from prometheus_client.parser import text_string_to_metric_families

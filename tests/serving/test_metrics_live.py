@@ -1,4 +1,4 @@
-"""A real engine on two meshes behind a gateway with metrics: everything that can happen happens, and every metric tells.
+"""A real engine on two meshes behind a gateway: everything that can happen happens, and every metric tells.
 
 The pools are so small that answers give way to each other, and the queue so short that requests are refused. The engine
 is warm when it starts: XLA must not compile anything any more, whatever comes.
@@ -128,36 +128,22 @@ async def tell(story: Story, gateway: Gateway, engine: Engine) -> None:
 
 
 @pytest.fixture(scope="module")
-def scrape() -> Callable[[Metrics], Samples]:
-    from prometheus_client.parser import text_string_to_metric_families
-
-    def read(metrics: Metrics) -> Samples:
-        return {
-            (sample.name, frozenset((k, v) for k, v in sample.labels.items() if k != "model_name")): sample.value
-            for family in text_string_to_metric_families(metrics.render()[0].decode())
-            for sample in family.samples
-        }
-
-    return read
-
-
-@pytest.fixture(scope="module")
-def story(tiny_folders: dict[str, pathlib.Path], scrape: Callable[[Metrics], Samples]) -> Iterator[Story]:
+def story(tiny_folders: dict[str, pathlib.Path], scraped: Callable[[Metrics], Samples]) -> Iterator[Story]:
     async def run() -> Story:
         metrics = Metrics()
         gateway = Gateway(observers=(metrics,))
         metrics.attach(gateway)
         with pytest.raises(Unavailable):
             await gateway.generate(greedy((1,), 1), ORIGIN)
-        starting = scrape(metrics)
+        starting = scraped(metrics)
         engine = make_engine(tiny_folders["smollm2"], gateway.on_events)
         await asyncio.to_thread(engine.start)
         gateway.open(engine, served_model(engine))
-        story = Story(starting=starting, ready=scrape(metrics))
+        story = Story(starting=starting, ready=scraped(metrics))
 
         async def watch() -> None:
             while True:
-                story.meanwhile.append(scrape(metrics))
+                story.meanwhile.append(scraped(metrics))
                 await asyncio.sleep(0.01)
 
         watching = asyncio.ensure_future(watch())
@@ -165,8 +151,8 @@ def story(tiny_folders: dict[str, pathlib.Path], scrape: Callable[[Metrics], Sam
             await tell(story, gateway, engine)
         finally:
             watching.cancel()
+            story.after = scraped(metrics)
             await asyncio.to_thread(engine.close)
-        story.after = scrape(metrics)
         metrics.close()
         assert not metrics._watched
         return story
@@ -250,7 +236,7 @@ def test_the_numbers_are_those_that_the_clients_got(story: Story) -> None:
 
 
 def metric_names(expr: str) -> set[str]:
-    """The metrics that a PromQL expression asks for: what is left of it without strings, labels, ranges and functions."""
+    """The metrics that a PromQL expression asks for: what is left without strings, labels, ranges and functions."""
     expr = re.sub(r'"[^"]*"', "", expr)
     expr = re.sub(r"\{[^}]*\}|\[[^\]]*\]", " ", expr)
     expr = re.sub(r"\b(by|without|on|ignoring|group_left|group_right)\s*\([^)]*\)", " ", expr)
