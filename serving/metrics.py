@@ -14,6 +14,7 @@ memory, CPU time) every one of them reports.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections import Counter
@@ -21,7 +22,8 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from prometheus_client import CollectorRegistry, ProcessCollector
-from prometheus_client.exposition import choose_encoder
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
+from prometheus_client.openmetrics import exposition as openmetrics
 
 from jaxpd import compiles
 from jaxpd.errors import JaxpdError
@@ -106,8 +108,12 @@ class Metrics(Observer):
 
     def render(self, accept: str = "") -> tuple[bytes, str]:
         """All metrics and their content type: OpenMetrics or Prometheus text, as the Accept header `accept` prefers."""
-        encode, content_type = choose_encoder(accept)
-        return encode(self.registry), content_type
+        wanted = _quality(accept, "application/openmetrics-text")
+        if wanted > 0 and wanted >= _quality(accept, "text/plain"):
+            # Its other escapings turn the colons of our names into underscores, in samples alone (0.26).
+            text = openmetrics.generate_latest(self.registry, escaping=openmetrics.ALLOWUTF8)
+            return text, openmetrics.CONTENT_TYPE_LATEST
+        return generate_latest(self.registry), CONTENT_TYPE_PLAIN_0_0_4
 
     # -- the observer
 
@@ -222,3 +228,16 @@ class Metrics(Observer):
         phase = WARMUP if self.source is None or self.source.state is State.STARTING else SERVING
         with self._compiling:
             self.compiles[phase].observe(seconds)
+
+
+def _quality(accept: str, media_type: str) -> float:
+    """How much an Accept header wants exactly this type: its q, 0 where it does not name it."""
+    best = 0.0
+    for entry in accept.lower().split(","):
+        name, *parameters = (part.strip() for part in entry.split(";"))
+        if name != media_type:
+            continue
+        q = next((p.removeprefix("q=") for p in parameters if p.startswith("q=")), "1")
+        with contextlib.suppress(ValueError):
+            best = max(best, float(q))
+    return best

@@ -281,21 +281,29 @@ def test_the_engine_is_read_when_somebody_asks(metrics: Metrics, scraped: Scrape
 
 
 @pytest.mark.parametrize(
-    "accept",
+    ("accept", "wanted"),
     [
-        "",
-        "*/*",
-        "text/plain;version=0.0.4",
-        "application/openmetrics-text;version=1.0.0;q=0.8,text/plain;version=0.0.4;q=0.5",
+        ("", "text/plain"),
+        ("*/*", "text/plain"),
+        ("text/plain;version=0.0.4", "text/plain"),
+        ("application/openmetrics-text;version=1.0.0;q=0.2,text/plain;version=0.0.4;q=0.5", "text/plain"),
+        ("application/openmetrics-text;q=0, */*", "text/plain"),
+        ("application/openmetrics-text;q=much", "text/plain"),
+        ("application/openmetrics-text", "application/openmetrics-text"),
+        (
+            "application/openmetrics-text;version=1.0.0;escaping=allow-utf-8;q=0.6,application/openmetrics-text;"
+            "version=0.0.1;q=0.5,text/plain;version=1.0.0;q=0.4,text/plain;version=0.0.4;q=0.3,*/*;q=0.2",
+            "application/openmetrics-text",
+        ),
+        ("application/openmetrics-text;version=1.0.0;q=0.5,text/plain;q=0.5", "application/openmetrics-text"),
     ],
 )
-def test_the_format_is_negotiated_and_parses(accept: str, metrics: Metrics) -> None:
+def test_the_format_is_negotiated_and_parses(accept: str, wanted: str, metrics: Metrics) -> None:
     assert isinstance(metrics.source, Server)
     metrics.source.reading = EngineStats(states={}, replicas=(replica("prefill"), replica("decode")), staging_bytes=0)
     body, content_type = metrics.render(accept)
-    wanted = "application/openmetrics-text" if "openmetrics" in accept else "text/plain"
     assert content_type.startswith(wanted)
-    parse = parse_openmetrics if "openmetrics" in accept else parse_text
+    parse = parse_openmetrics if "openmetrics" in wanted else parse_text
     families = {family.name: family for family in parse(body.decode())}
     for sample in families["vllm:time_to_first_token_seconds"].samples:
         assert sample.labels["model_name"] == "bytes" and set(sample.labels) <= {"model_name", "le"}
