@@ -26,6 +26,10 @@ class InvalidArgument(JaxpdError):
     exit_code = 2
 
 
+class TooLong(InvalidArgument):
+    """The prompt, or what it may grow to, is longer than the model's context."""
+
+
 class NotFound(JaxpdError):
     """A model, file or request id that does not exist."""
 
