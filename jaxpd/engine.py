@@ -81,6 +81,11 @@ class Engine:
         """The memory plan and all limits; known before any weight is read."""
         return self._placement.limits
 
+    @property
+    def mode(self) -> str:
+        """How prefill and decode share the hardware; one of `jaxpd.config.MODES`."""
+        return self._placement.mode
+
     # life ---------------------------------------------------------------------------------------------------------
 
     def start(self) -> None:
