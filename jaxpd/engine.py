@@ -37,7 +37,7 @@ from jaxpd.request import MAX_SEED, Event, FinishEvent, FinishReason, Request, U
 from jaxpd.reservation import Reservations
 from jaxpd.sequence import Sequence, State
 from jaxpd.startup import Placement, build_pools, place
-from jaxpd.stats import EngineStats, ReplicaStats
+from jaxpd.stats import MAX_SHOWN, EngineStats, ReplicaStats, read_sequence
 from jaxpd.watchdog import Watchdog
 from meshes.sharding import replica_mesh
 from meshes.transfer.in_process import InProcessTransport, Staging
@@ -80,6 +80,11 @@ class Engine:
     def limits(self) -> Limits:
         """The memory plan and all limits; known before any weight is read."""
         return self._placement.limits
+
+    @property
+    def mode(self) -> str:
+        """How prefill and decode share the devices: one of `jaxpd.config.MODES`."""
+        return self._placement.mode
 
     # life ---------------------------------------------------------------------------------------------------------
 
@@ -200,11 +205,13 @@ class Engine:
             self.emit(self.finish(seq, FinishReason.ERROR, error=error))
 
     def stats(self) -> EngineStats:
-        """Requests by state, free pages and slots, staged bytes."""
+        """Requests by state, free pages and slots, staged bytes, and where the oldest sequences are."""
         with self._lock:
             states: dict[str, int] = {}
-            for seq in (s for live in self._registry.values() for s in live.values()):
+            live = [seq for samples in self._registry.values() for seq in samples.values()]
+            for seq in live:
                 states[seq.state.value] = states.get(seq.state.value, 0) + 1
+        places = {space: (pool.role, pool.index, r) for pool in self._pools for r, space in enumerate(pool.spaces)}
         replicas = tuple(
             ReplicaStats(
                 role=pool.role,
@@ -214,11 +221,17 @@ class Engine:
                 num_pages=space.num_pages,
                 free_slots=space.free_slots,
                 num_slots=space.num_slots,
+                cached_pages=space.evictable_pages,
             )
             for pool in self._pools
             for r, space in enumerate(pool.spaces)
         )
-        return EngineStats(states=states, replicas=replicas, staging_bytes=self._transport.staging.used)
+        return EngineStats(
+            states=states,
+            replicas=replicas,
+            staging_bytes=self._transport.staging.used,
+            sequences=tuple(read_sequence(seq, places) for seq in live[:MAX_SHOWN]),
+        )
 
     # the pools' owner ---------------------------------------------------------------------------------------------
 

@@ -29,6 +29,7 @@ class ServedModel:
     page_size: int
     meshes: Mapping[str, tuple[str, ...]]  # role -> the mesh spec of each of its pools
     tokenizer: Tokenizer | None
+    mode: str = ""  # how prefill and decode share the devices (`jaxpd.config.MODES`)
 
 
 def served_model(engine: Engine) -> ServedModel:
@@ -50,4 +51,5 @@ def served_model(engine: Engine) -> ServedModel:
         page_size=engine.limits.page_size,
         meshes=engine.limits.meshes,
         tokenizer=tokenizer,
+        mode=engine.mode,
     )
