@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
 from jaxpd.errors import InvalidArgument, JaxpdError
@@ -58,6 +58,10 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     structured: StructuredOutput | None = None
+
+    def ending_ids(self, eos_ids: Iterable[int]) -> frozenset[int]:
+        """The token ids that end an answer of a model with these EOS tokens."""
+        return frozenset(self.stop_token_ids) | (frozenset() if self.ignore_eos else frozenset(eos_ids))
 
     def validate(self, *, vocab_size: int) -> None:
         """Raises InvalidArgument naming field, value and limit."""

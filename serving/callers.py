@@ -104,7 +104,7 @@ class Quotas:
         self._tokens: dict[str, int] = {}
 
     def take(self, caller: Caller, tokens: int) -> None:
-        """Counts a request. Raises InvalidArgument for one above the caller's limit, ResourceExhausted for one too many."""
+        """Counts a request. Raises InvalidArgument for one that is too large, ResourceExhausted for one too many."""
         if caller.max_tokens is not None and tokens > caller.max_tokens:
             raise InvalidArgument(
                 f"the request may take {tokens} tokens (prompt + max_tokens x n), the limit of key {caller.name!r} is "

@@ -23,11 +23,13 @@ from jaxpd.errors import (
     JaxpdError,
     NotFound,
     ResourceExhausted,
+    Unauthenticated,
     Unavailable,
 )
 from serving.messages import Answer, GenerateRequest, Message
 from serving.proto.jaxpd.v1 import control_pb2, control_pb2_grpc, inference_pb2_grpc
-from serving.wire import answer_from_proto, message_from_proto, request_to_proto
+from serving.wire import request_to_proto
+from serving.wire_answers import answer_from_proto, message_from_proto
 
 MAX_MESSAGE_BYTES = 16 * 2**20
 
@@ -39,7 +41,16 @@ _OPTIONS = (
     ("grpc.http2.max_pings_without_data", 0),
 )
 _CLASSES: dict[str, type[JaxpdError]] = {
-    cls.code: cls for cls in (InvalidArgument, NotFound, ResourceExhausted, FailedPrecondition, Unavailable, Internal)
+    cls.code: cls
+    for cls in (
+        InvalidArgument,
+        NotFound,
+        Unauthenticated,
+        ResourceExhausted,
+        FailedPrecondition,
+        Unavailable,
+        Internal,
+    )
 }
 
 

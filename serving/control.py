@@ -9,10 +9,11 @@ import grpc
 
 from jaxpd.errors import InvalidArgument
 from jaxpd.version import __version__
-from serving.gateway import DEFAULT_MAX_TOKENS, Gateway, State
+from serving.gateway import Gateway, State
 from serving.model import ServedModel
 from serving.proto.jaxpd.v1 import control_pb2 as pb
 from serving.proto.jaxpd.v1 import control_pb2_grpc
+from serving.understand import DEFAULT_MAX_TOKENS
 from serving.wire import refuse_unknown_fields
 
 if TYPE_CHECKING:

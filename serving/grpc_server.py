@@ -25,7 +25,8 @@ from serving.health import Health
 from serving.messages import Finished, check_request_id, new_request_id
 from serving.ports import addresses, bind_error, check_port
 from serving.proto.jaxpd.v1 import control_pb2, control_pb2_grpc, inference_pb2, inference_pb2_grpc
-from serving.wire import answer_to_proto, message_to_proto, request_from_proto
+from serving.wire import request_from_proto
+from serving.wire_answers import answer_to_proto, message_to_proto
 
 logger = logging.getLogger(__name__)
 
@@ -104,10 +105,13 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
     async def GenerateStream(self, request: inference_pb2.GenerateRequest, context: grpc.aio.ServicerContext) -> None:
         """The answer as it comes."""
         async with contextlib.aclosing(self._gateway.stream(request_from_proto(request))) as messages:
+            error = None
             async for message in messages:
                 await context.write(message_to_proto(message))
-                if isinstance(message, Finished) and message.error is not None:
-                    raise message.error
+                if isinstance(message, Finished):
+                    error = error or message.error
+            if error is not None:  # of one sample; the others have been answered
+                raise error
 
 
 class StatusInterceptor(grpc.aio.ServerInterceptor):

@@ -19,7 +19,7 @@ from serving.callers import ANYONE, Caller
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Origin:
-    """Where a request came from. `headers` are the HTTP headers or gRPC metadata that concern tracing, in lower case."""
+    """Where a request came from. `headers` are HTTP headers or gRPC metadata that concern tracing, in lower case."""
 
     front: str = "local"  # "http", "grpc" or "local"
     operation: str = "generate"  # "chat", "completion", "generate" or "infer"
