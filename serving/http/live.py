@@ -14,6 +14,7 @@ import contextlib
 import dataclasses
 import hashlib
 import json
+import logging
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
@@ -28,6 +29,8 @@ from meshes.spec import parse_mesh_specs
 from serving.callers import Keys, bearer
 from serving.gateway import Gateway, State
 from serving.model import ServedModel
+
+logger = logging.getLogger(__name__)
 
 INTERVAL_S = 0.2
 HEARTBEAT_S = 15.0
@@ -119,9 +122,14 @@ class Feed:
                 yield HEARTBEAT
 
     async def _sample(self) -> None:
-        while not self._over:
-            await asyncio.sleep(self._interval_s)
-            self._read()
+        try:
+            while not self._over:
+                await asyncio.sleep(self._interval_s)
+                self._read()
+        except Exception:
+            logger.exception("the page's reading of the engine failed")
+            self._over = True  # the watchers ask again
+            self._wake()
 
     def _read(self) -> None:
         stats = self._gateway.stats()
@@ -130,8 +138,11 @@ class Feed:
         over = self._gateway.state is State.DRAINING and (stats is None or not stats.live)
         if newest != self._newest or over != self._over:
             self._newest, self._over = newest, over
-            self._changed.set()
-            self._changed = asyncio.Event()
+            self._wake()
+
+    def _wake(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
 
 
 class FeedResponse(StreamingResponse):
