@@ -83,7 +83,7 @@ class Engine:
 
     @property
     def mode(self) -> str:
-        """How prefill and decode share the devices: one of `jaxpd.config.MODES`."""
+        """How prefill and decode share the hardware; one of `jaxpd.config.MODES`."""
         return self._placement.mode
 
     # life ---------------------------------------------------------------------------------------------------------
