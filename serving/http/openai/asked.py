@@ -84,7 +84,9 @@ def structured_of(body: SamplingBody) -> StructuredOutput | None:
         if (value := getattr(body, f"guided_{name}")) is not None:
             asked.append((f"guided_{name}", name, value))
     if len(asked) > 1:
-        raise InvalidArgument(f"{asked[0][0]} and {asked[1][0]} exclude each other; send one of them", field=asked[1][0])
+        raise InvalidArgument(
+            f"{asked[0][0]} and {asked[1][0]} exclude each other; send one of them", field=asked[1][0]
+        )
     return _structured(*asked[0]) if asked else None
 
 

@@ -12,7 +12,6 @@ from fastapi import APIRouter, Request, Response
 
 from jaxpd.errors import InvalidArgument
 from jaxpd.request import TokenLogprobs
-from jaxpd.text import to_prompt_ids
 from serving.gateway import Gateway
 from serving.http.openai.answering import Answering, call_of, stream, whole
 from serving.http.openai.asked import check_model, sampling_of, structured_of
@@ -62,11 +61,14 @@ def asks_of(body: CompletionRequest, model: ServedModel) -> list[GenerateRequest
         raise InvalidArgument("suffix is not served; put what should follow into the prompt", field="suffix")
     if body.best_of is not None and body.best_of != (body.n or 1):
         raise InvalidArgument(
-            f"best_of={body.best_of} is not served; leave it out, or set it to n, that is {body.n or 1}", field="best_of"
+            f"best_of={body.best_of} is not served; leave it out, or set it to n, that is {body.n or 1}",
+            field="best_of",
         )
     scored = body.echo and body.logprobs is not None
     if scored and body.stream and (body.n or 1) > 1:
-        raise InvalidArgument("a stream with echo and logprobs has one sample; set n to 1 or stream to false", field="n")
+        raise InvalidArgument(
+            "a stream with echo and logprobs has one sample; set n to 1 or stream to false", field="n"
+        )
     options = sampling_of(body)
     logprobs = body.logprobs
     if scored and options["prompt_logprobs"] is None:

@@ -97,9 +97,7 @@ def prompt_logprobs(tokens: Sequence[int], logprobs: Sequence[TokenLogprobs], te
     def entries(token: int, of: TokenLogprobs) -> Json:
         ranked = {t: (p, rank) for rank, (t, p) in enumerate(of.top, start=1)}
         ranked.setdefault(token, (of.logprob, None))
-        return {
-            str(t): {"logprob": p, "rank": rank, "decoded_token": texts.text(t)} for t, (p, rank) in ranked.items()
-        }
+        return {str(t): {"logprob": p, "rank": rank, "decoded_token": texts.text(t)} for t, (p, rank) in ranked.items()}
 
     return [None, *(entries(token, of) for token, of in zip(tokens[1:], logprobs, strict=True))]
 

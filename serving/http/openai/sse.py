@@ -94,9 +94,7 @@ class ChunkWriter:
         tail = self._tail
         if self._usage_always:
             made, total = self._made, self._prompt_tokens + self._made
-            usage = (
-                f'{{"prompt_tokens":{self._prompt_tokens},"completion_tokens":{made},"total_tokens":{total}}}'
-            )
+            usage = f'{{"prompt_tokens":{self._prompt_tokens},"completion_tokens":{made},"total_tokens":{total}}}'
             tail = f',"usage":{usage}}}\n\n'
         return f"{self._prefixes[prompt, sample]}{new}}}]{more}{tail}".encode()
 
