@@ -128,7 +128,7 @@ async def _filling_the_context(asked: GenerateRequest, model: ServedModel, call:
     room = model.max_model_len - len(ids)
     if room < 1:
         raise TooLong(
-            f"messages make a prompt of {len(ids)} tokens, which leaves nothing of the {model.max_model_len} for prompt "
+            f"messages make {len(ids)} tokens, which leaves nothing of the {model.max_model_len} for prompt "
             "and answer together (--max-model-len); shorten them",
             field="messages",
         )
