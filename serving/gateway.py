@@ -179,7 +179,7 @@ class Gateway:
                 for end in _aborted(understood):
                     yield end
                 return
-            reader = Reader(live, understood, model, want_timeline=bool(asked.want_timeline))
+            reader = Reader(live, understood, model, want_timeline=bool(asked.want_timeline), shown_ids=asked.shown_ids)
             while not reader.finished:
                 await live.wake.wait()
                 live.wake.clear()

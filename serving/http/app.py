@@ -16,7 +16,8 @@ from serving.http.options import HttpOptions
 from serving.http.ready import Ready
 
 # Answered without a key: probes, scrapers and the page itself. Everything else is guarded, also what comes later.
-OPEN_PATHS = ("/", "/health", "/metrics", "/version", "/openapi.json", "/favicon.ico")
+# `/live` is for the page, and asks for a key itself.
+OPEN_PATHS = ("/", "/health", "/metrics", "/version", "/openapi.json", "/favicon.ico", "/live")
 OPEN_FOLDERS = ("/page/",)
 
 

@@ -90,6 +90,14 @@ def structured_of(body: SamplingBody) -> StructuredOutput | None:
     return _structured(*asked[0]) if asked else None
 
 
+def only_one(**ways: StructuredOutput | None) -> StructuredOutput | None:
+    """What the answer has to match, which may be said in one way only. Raises InvalidArgument naming the second."""
+    said = [name for name, structured in ways.items() if structured is not None]
+    if len(said) > 1:
+        raise InvalidArgument(f"{said[0]} and {said[1]} exclude each other; send one of them", field=said[1])
+    return ways[said[0]] if said else None
+
+
 def checked_messages(messages: Sequence[Mapping[str, Any]]) -> tuple[Mapping[str, Any], ...]:
     """The conversation. Raises InvalidArgument naming the message that is none."""
     if not 1 <= len(messages) <= MAX_MESSAGES:

@@ -1,6 +1,6 @@
 """The events of a stream, made of ready pieces: a stream writes one for every few tokens, so each has to be cheap.
 
-    data: {"id": ..., "object": ..., "created": ..., "model": ..., "choices": [{"index": i, <what is new>}], "usage": ...}
+    data: {"id", "object", "created", "model": ..., "choices": [{"index": i, <what is new>}], "usage": ...}
 
 Nothing goes out for a sample before its first token, for clients take the time of the first choice they see. The last
 tokens wait for the finish reason, which is there already, so that an answer of N tokens makes N events.
