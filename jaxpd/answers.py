@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable
 from jaxpd.errors import JaxpdError
 from jaxpd.life import Life
 from jaxpd.request import Event, FinishEvent, FinishReason, Request, Timings, TokenLogprobs, TokensEvent, Usage
-from jaxpd.text import TextStream
+from jaxpd.text import AnswerText
 from jaxpd.tokenizer import Tokenizer
 
 
@@ -57,7 +57,7 @@ class Delta:
 class _Sample:
     """What came of one sample so far."""
 
-    text: TextStream
+    text: AnswerText
     token_ids: list[int] = dataclasses.field(default_factory=list)
     logprobs: list[TokenLogprobs] = dataclasses.field(default_factory=list)
     prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
@@ -73,9 +73,8 @@ class Answer:
         self.request = request
         self.unfinished = params.n
         self._abort = abort
-        # Tokens that end the answer: in its ids, never in its text.
-        self._hidden = {*params.stop_token_ids, *(() if params.ignore_eos else eos_ids)}
-        self._samples = [_Sample(TextStream(tokenizer, stop=params.stop)) for _ in range(params.n)]
+        hidden = params.ending_ids(eos_ids)
+        self._samples = [_Sample(AnswerText(tokenizer, stop=params.stop, hidden=hidden)) for _ in range(params.n)]
 
     def take(self, event: Event) -> list[Delta | Completion]:
         """What a caller sees of the next event of this request."""
@@ -86,21 +85,16 @@ class Answer:
         return [] if sample.text.stopped else self._tokens(sample, event)
 
     def _tokens(self, sample: _Sample, event: TokensEvent) -> list[Delta | Completion]:
-        count, texts = 0, []
-        for token in event.token_ids:  # one by one, to find the token that completes a stop string
-            count += 1
-            if token not in self._hidden:
-                texts.append(sample.text.push((token,)))
-            if sample.text.stopped:
-                self._abort(event.sample)
-                break
+        count, text = sample.text.push(event.token_ids)
+        if sample.text.stopped:
+            self._abort(event.sample)
         token_ids = event.token_ids[:count]
         logprobs = None if event.logprobs is None else event.logprobs[:count]
         sample.token_ids.extend(token_ids)
         sample.logprobs.extend(logprobs or ())
         if event.prompt_logprobs is not None:
             sample.prompt_logprobs = event.prompt_logprobs
-        return [Delta(token_ids=token_ids, text="".join(texts), logprobs=logprobs, sample=event.sample)]
+        return [Delta(token_ids=token_ids, text=text, logprobs=logprobs, sample=event.sample)]
 
     def _finish(self, sample: _Sample, event: FinishEvent) -> list[Delta | Completion]:
         self.unfinished -= 1

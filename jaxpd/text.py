@@ -85,6 +85,60 @@ class TextStream:
         return safe
 
 
+class AnswerText:
+    """The text of one answer as its tokens come: without the tokens that end it, up to a stop string.
+
+    `hidden` are the ids that end an answer: they belong to its ids and never to its text. `shown` are special tokens
+    that its text shows.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        *,
+        stop: Sequence[str],
+        hidden: frozenset[int],
+        shown: frozenset[int] = frozenset(),
+    ) -> None:
+        self._stream = TextStream(tokenizer, stop, keep=shown)
+        self._hidden = hidden
+        self._searching = bool(stop)
+
+    @property
+    def stop_string(self) -> str | None:
+        """The stop string that was found."""
+        return self._stream.stop_string
+
+    @property
+    def stopped(self) -> bool:
+        """Whether a stop string was found."""
+        return self._stream.stopped
+
+    @property
+    def text(self) -> str:
+        """All text returned so far."""
+        return self._stream.text
+
+    def push(self, token_ids: Sequence[int]) -> tuple[int, str]:
+        """Takes the next tokens: how many of them belong to the answer (fewer when one completes a stop string), and
+        the new text that is safe to show."""
+        if self.stop_string is not None:
+            return 0, ""
+        if not self._searching:
+            return len(token_ids), self._stream.push(i for i in token_ids if i not in self._hidden)
+        texts = []
+        for count, token in enumerate(token_ids, start=1):  # one by one, to find the token that completes it
+            if token not in self._hidden:
+                texts.append(self._stream.push((token,)))
+            if self._stream.stopped:
+                return count, "".join(texts)
+        return len(token_ids), "".join(texts)
+
+    def finish(self) -> str:
+        """The answer has ended: the text that was held back."""
+        return self._stream.finish()
+
+
 class _Matcher:
     """How much of `string` the text ends with, kept up to date char by char (Knuth, Morris and Pratt, 1977)."""
 

@@ -17,6 +17,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from jaxpd.errors import InvalidArgument, ResourceExhausted, Unauthenticated
+from jaxpd.request import check_salt
 
 RETRY_AFTER_S = 1.0
 
@@ -65,6 +66,13 @@ def bearer(header: str | None) -> str | None:
     return token.strip() or None if scheme.lower() == "bearer" else None
 
 
+def salted_by(caller: Caller, cache_salt: str) -> str:
+    """A salt for the prefix cache that no other caller can ask for, whatever the names are. Raises InvalidArgument for
+    one that is too long."""
+    check_salt(cache_salt)
+    return _digest(repr((caller.name, cache_salt))).hex()
+
+
 def load_keys(path: pathlib.Path | None, keys: Iterable[str] = ()) -> Keys:
     """Keys from a TOML file and from `--api-key`. The file has one table a caller:
 
@@ -104,7 +112,7 @@ class Quotas:
         self._tokens: dict[str, int] = {}
 
     def take(self, caller: Caller, tokens: int) -> None:
-        """Counts a request. Raises InvalidArgument for one above the caller's limit, ResourceExhausted for one too many."""
+        """Counts a request. Raises InvalidArgument for one that is too large, ResourceExhausted for one too many."""
         if caller.max_tokens is not None and tokens > caller.max_tokens:
             raise InvalidArgument(
                 f"the request may take {tokens} tokens (prompt + max_tokens x n), the limit of key {caller.name!r} is "

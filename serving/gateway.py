@@ -14,31 +14,31 @@ twice at once. Whoever leaves a stream early (cancelled, failed) aborts its requ
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import contextlib
+import dataclasses
 import enum
-import secrets
+import logging
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterable
 from typing import TYPE_CHECKING, Protocol
 
-from jaxpd.errors import InvalidArgument, Unavailable
+from jaxpd.errors import Internal, InvalidArgument, JaxpdError, Unavailable
 from jaxpd.request import (
-    MAX_SEED,
     Event,
-    FinishEvent,
     FinishReason,
     Request,
-    SamplingParams,
     Timings,
     TokensEvent,
     Usage,
 )
-from jaxpd.text import to_prompt_ids
+from serving.callers import Caller, Quotas, salted_by
 from serving.messages import (
     Answer,
     Finished,
     GenerateRequest,
     Message,
+    Tokens,
     Understood,
     check_request_id,
     collect,
@@ -46,24 +46,28 @@ from serving.messages import (
     shown,
 )
 from serving.model import ServedModel
-from serving.stream import Live, Reader
+from serving.observer import Observer, Observers, Origin
+from serving.pace import Pace
+from serving.stream import Live, Reader, Waiting
+from serving.understand import check_response, check_sizes, params_of, prompt_characters, prompt_ids_of
 
 if TYPE_CHECKING:
     from jaxpd.stats import EngineStats
 
-DEFAULT_MAX_TOKENS = SamplingParams().max_tokens
-# Longer prompts are tokenized in a thread, so that nobody's tokens wait for it.
-LONG_PROMPT = 4096  # characters
-MESSAGE_SIZE = 64  # characters that one chat message counts for by itself
-# Searched in Python for every token; without bounds one request could hold up all others.
-MAX_STOP_STRINGS, MAX_STOP_CHARACTERS, MAX_STOP_TOKEN_IDS = 64, 1024, 1024
+logger = logging.getLogger(__name__)
+
+# A prompt of more characters is tokenized in a thread, and one of more tokens submitted in one, so that nobody's tokens
+# wait for it.
+LONG_PROMPT = 4096
+SUBMITTING_THREADS = 2
+HERE = Origin()  # a caller in this process
 
 
 class Engine(Protocol):
     """What the gateway needs of `jaxpd.engine.Engine`; all of it may be called from any thread."""
 
     def submit(self, request: Request) -> None: ...
-    def abort(self, request_id: str) -> bool: ...
+    def abort(self, request_id: str, *, sample: int | None = None) -> bool: ...
     def stats(self) -> EngineStats: ...
 
 
@@ -76,14 +80,24 @@ class State(enum.Enum):
 
 
 class Gateway:
-    """Made on the event loop that serves the network; `on_events` is the only method for other threads."""
+    """Made on the event loop that serves the network; `on_events` is the only method for other threads.
 
-    def __init__(self) -> None:
+    `salt_by_caller` keeps the prompts of different API keys apart in the prefix cache: nobody can find out by timing
+    what somebody else has asked.
+    """
+
+    def __init__(self, *, observers: Iterable[Observer] = (), salt_by_caller: bool = False) -> None:
         self._loop = asyncio.get_running_loop()
+        self._pace = Pace()
+        self._observers = Observers((self._pace, *observers))
+        self._salt_by_caller = salt_by_caller
         self._state = State.STARTING
         self._engine: Engine | None = None
         self._model: ServedModel | None = None
         self._live: dict[str, Live] = {}
+        self._quotas = Quotas()
+        # Grammars are compiled in here; a thread of their own keeps them from holding up prompts.
+        self._submitting = concurrent.futures.ThreadPoolExecutor(SUBMITTING_THREADS, thread_name_prefix="jaxpd-submit")
         self._readers = 0
         self._nobody_reads = asyncio.Event()
         self._nobody_reads.set()
@@ -132,51 +146,73 @@ class Gateway:
 
     # -- requests
 
-    async def generate(self, asked: GenerateRequest) -> Answer:
+    async def generate(self, asked: GenerateRequest, origin: Origin = HERE) -> Answer:
         """The whole answer. Raises JaxpdError, also when the answer failed half way."""
-        async with contextlib.aclosing(self.stream(asked)) as messages:
+        async with contextlib.aclosing(self.stream(asked, origin)) as messages:
             answer = collect([message async for message in messages])
-        if answer.finished.error is not None:
-            raise answer.finished.error
+        if answer.error is not None:
+            raise answer.error
         return answer
 
-    async def stream(self, asked: GenerateRequest) -> AsyncGenerator[Message, None]:
-        """One Understood, any number of Tokens, one Finished.
+    async def stream(self, asked: GenerateRequest, origin: Origin = HERE) -> AsyncGenerator[Message, None]:
+        """One Understood, any number of Tokens, one Finished for each sample.
 
         Raises JaxpdError before the first message and at no time later: a request that fails after it was admitted ends
         with a Finished that holds the error. Close the generator (`contextlib.aclosing`) to abort the request.
         """
         arrival_s = time.monotonic()
-        engine, model = self._admit()
-        live = self._register(asked.request_id)
-        finished = False
+        live: Live | None = None
+        request_id = asked.request_id if asked.request_id is not None else new_request_id()
+        self._observers.arrived(request_id, origin)
         try:
-            understood, request = await self._understand(asked, model, live.request_id, arrival_s)
-            if not live.aborted:
-                engine.submit(request)
-                live.submitted = True
+            try:
+                engine, model = self._admit()
+                live = self._register(request_id, origin)
+                understood, request = await self._understand(asked, model, request_id, arrival_s)
+                if not live.aborted:
+                    await self._submit(live, engine, request)
+            except Exception as error:
+                self._observers.refused(request_id, origin, _shown_error(error))
+                raise
             yield understood
-            if live.aborted:
-                usage = Usage(prompt_tokens=understood.prompt_tokens, completion_tokens=0)
-                yield Finished(reason=FinishReason.ABORT, usage=usage, timings=Timings())
+            if not live.submitted:
+                for end in _aborted(understood):
+                    yield end
                 return
-            reader = Reader(live, understood, model)
-            while not finished:
+            reader = Reader(live, understood, model, want_timeline=bool(asked.want_timeline), shown_ids=asked.shown_ids)
+            while not reader.finished:
                 await live.wake.wait()
                 live.wake.clear()
                 messages = reader.read()
-                if reader.stop_string is not None and live.finish is None:
-                    engine.abort(live.request_id)
+                for sample in reader.take_stopped():
+                    engine.abort(request_id, sample=sample)
                 for message in messages:
-                    finished = finished or isinstance(message, Finished)
+                    if isinstance(message, Tokens):
+                        self._observers.sent(message.count)
                     yield message
+            self._observers.detokenized(reader.detokenize_s)
         finally:
-            self._leave(live)
+            if live is not None:
+                self._leave(live)
 
-    def abort(self, request_id: str) -> bool:
-        """Ends one request; True if it was running. Its reader gets a Finished with ABORT."""
+    async def tokenize(self, asked: GenerateRequest) -> tuple[int, ...]:
+        """The prompt as token ids, in a thread when it is long. Raises InvalidArgument, Unavailable."""
+        model = self.model
+        if prompt_characters(asked) > LONG_PROMPT:
+            return await asyncio.to_thread(prompt_ids_of, asked, model)
+        return prompt_ids_of(asked, model)
+
+    def in_use(self, request_id: str) -> bool:
+        """Whether a running request has this id."""
+        return request_id in self._live
+
+    def abort(self, request_id: str, caller: Caller | None = None) -> bool:
+        """Ends one request; True if it was running. Its reader gets a Finished with ABORT for each sample.
+
+        With a `caller` only its own requests are found.
+        """
         live = self._live.get(request_id)
-        if live is None or live.finish is not None:
+        if live is None or live.finished or (caller is not None and live.origin.caller.name != caller.name):
             return False
         if not live.submitted:
             live.aborted = True
@@ -191,56 +227,106 @@ class Gateway:
         assert self._engine is not None
         return self._engine, model
 
-    def _register(self, asked_id: str | None) -> Live:
-        if asked_id is not None:
-            check_request_id(asked_id)
-            if asked_id in self._live:
-                raise InvalidArgument(
-                    f"request_id={shown(asked_id)} is in use by a running request; take another one or leave it out",
-                    field="request_id",
-                )
-        live = Live(asked_id if asked_id is not None else new_request_id())
-        self._live[live.request_id] = live
+    def _register(self, request_id: str, origin: Origin) -> Live:
+        check_request_id(request_id)
+        if request_id in self._live:
+            raise InvalidArgument(
+                f"request_id={shown(request_id)} is in use by a running request; take another one or leave it out",
+                field="request_id",
+            )
+        live = self._live[request_id] = Live(request_id, origin)
         self._readers += 1
         self._nobody_reads.clear()
         return live
 
+    async def _submit(self, live: Live, engine: Engine, request: Request) -> None:
+        """Gives the request to the engine; in a thread where that takes time. Raises JaxpdError."""
+        self._pace.check(live.origin.deadline_s, priority=request.priority)
+        tokens = len(request.prompt_ids) + request.params.max_tokens * request.params.n
+        self._quotas.take(live.origin.caller, tokens)
+        live.charged = tokens
+        live.samples = [Waiting() for _ in range(request.params.n)]
+        live.request = request  # its first events may be here before `submit` is back
+        if request.params.structured is None and len(request.prompt_ids) <= LONG_PROMPT:
+            engine.submit(request)
+        else:
+            live.submitting = True
+            submitting = self._loop.run_in_executor(self._submitting, engine.submit, request)
+            try:
+                await asyncio.shield(submitting)
+            except asyncio.CancelledError:
+                submitting.add_done_callback(lambda done: self._submitted_late(live, engine, done))
+                raise
+            except Exception:
+                live.submitting = False
+                raise
+            live.submitting = False
+        self._note_submitted(live)
+        if live.aborted:  # meanwhile
+            engine.abort(live.request_id)
+
+    def _note_submitted(self, live: Live) -> None:
+        """The engine has it: `submit` says so, or an event that was faster. Observers hear of it once."""
+        if not live.submitted:
+            live.submitted = True
+            assert live.request is not None
+            self._observers.submitted(live.request, live.origin)
+
+    def _submitted_late(self, live: Live, engine: Engine, done: asyncio.Future[None]) -> None:
+        """Nobody waits for the request any more that the engine has just taken, or refused."""
+        live.submitting = False
+        error = None if done.cancelled() else done.exception()
+        if error is None and not done.cancelled():
+            self._note_submitted(live)
+        elif isinstance(error, Exception):
+            if not isinstance(error, JaxpdError):
+                logger.error("submitting request %s failed", live.request_id, exc_info=error)
+            self._observers.refused(live.request_id, live.origin, _shown_error(error))
+        if live.submitted and not live.finished:
+            engine.abort(live.request_id)
+        else:
+            self._forget(live)
+
     def _leave(self, live: Live) -> None:
         """The reader is gone, for whatever reason; what still runs is aborted."""
         live.left = True
-        live.pending = []
+        for waiting in live.samples:
+            waiting.pending, waiting.logprobs = [], []
         self._readers -= 1
         if self._readers == 0:
             self._nobody_reads.set()
-        if not live.submitted or live.finish is not None:
-            self._live.pop(live.request_id, None)
+        if live.submitting:
+            return  # the thread's end decides
+        if not live.submitted or live.finished:
+            self._forget(live)
             return
-        # The record stays until the FinishEvent: were the id free, a late one could end a new request of that id.
+        # The record stays until the last FinishEvent: were the id free, a late one could end a new request of that id.
         assert self._engine is not None
         self._engine.abort(live.request_id)
+
+    def _forget(self, live: Live) -> None:
+        if self._live.pop(live.request_id, None) is not None and live.charged:
+            self._quotas.give_back(live.origin.caller, live.charged)
 
     async def _understand(
         self, asked: GenerateRequest, model: ServedModel, request_id: str, arrival_s: float
     ) -> tuple[Understood, Request]:
         """Fills in every option and tokenizes. Raises InvalidArgument."""
-        _check_sizes(asked, model)
-        _check_response(asked, model)
-        if _prompt_characters(asked) > LONG_PROMPT:
-            prompt_ids = await asyncio.to_thread(_tokenize, asked, model)
-        else:
-            prompt_ids = _tokenize(asked, model)
-        max_tokens = asked.max_tokens
-        if max_tokens is None:  # a prompt that fills the model's length is refused by Request.validate
-            max_tokens = max(1, min(DEFAULT_MAX_TOKENS, model.max_model_len - len(prompt_ids)))
-        params = SamplingParams(
-            max_tokens=max_tokens,
-            temperature=0.0 if asked.temperature is None else asked.temperature,
-            seed=secrets.randbelow(MAX_SEED + 1) if asked.seed is None else asked.seed,
-            stop=asked.stop,
-            stop_token_ids=asked.stop_token_ids,
-            ignore_eos=bool(asked.ignore_eos),
+        check_sizes(asked, model)
+        check_response(asked, model)
+        prompt_ids = await self.tokenize(asked)
+        params = params_of(asked, room=model.max_model_len - len(prompt_ids))
+        salt = asked.cache_salt or ""
+        if self._salt_by_caller:
+            salt = salted_by(self._live[request_id].origin.caller, salt)
+        request = Request(
+            request_id=request_id,
+            prompt_ids=prompt_ids,
+            params=params,
+            arrival_s=arrival_s,
+            priority=asked.priority or 0,
+            cache_salt=salt,
         )
-        request = Request(request_id=request_id, prompt_ids=prompt_ids, params=params, arrival_s=arrival_s)
         request.validate(vocab_size=model.vocab_size, max_model_len=model.max_model_len)
         understood = Understood(
             request_id=request_id,
@@ -249,6 +335,7 @@ class Gateway:
             params=params,
             want_text=model.tokenizer is not None if asked.want_text is None else asked.want_text,
             want_token_ids=asked.want_token_ids is not False,
+            priority=request.priority,
         )
         return understood, request
 
@@ -264,52 +351,37 @@ class Gateway:
 
     def _deliver(self, events: list[Event]) -> None:
         for event in events:
+            early = self._live.get(event.request_id)
+            if early is not None and not early.submitted:
+                self._note_submitted(early)
+        self._observers.progressed(events)
+        for event in events:
             live = self._live.get(event.request_id)
             if live is None:
                 continue
-            match event:
-                case TokensEvent():
-                    if not live.left:
-                        live.pending.extend(event.token_ids)
-                case FinishEvent():
-                    live.finish = event
-                    if live.left:
-                        del self._live[event.request_id]
+            waiting = live.samples[event.sample]
+            if isinstance(event, TokensEvent):
+                if not live.left:
+                    waiting.take(event)
+            else:
+                waiting.finish = event
+                assert live.request is not None
+                if waiting.stopped:
+                    event = dataclasses.replace(event, reason=FinishReason.STOP, error=None)
+                self._observers.finished(live.request, live.origin, event)
+                if live.left and live.finished and not live.submitting:
+                    self._forget(live)
             live.wake.set()
 
 
-def _check_sizes(asked: GenerateRequest, model: ServedModel) -> None:
-    """Refuses what would take long even to look at."""
-    if asked.token_ids is not None and len(asked.token_ids) > model.max_model_len:
-        raise InvalidArgument(
-            f"prompt has {len(asked.token_ids)} tokens, above the limit of {model.max_model_len} (--max-model-len)",
-            field="prompt",
-        )
-    longest = max((len(stop) for stop in asked.stop), default=0)
-    for field, count, limit, what in (
-        ("stop", len(asked.stop), MAX_STOP_STRINGS, "{} strings"),
-        ("stop", longest, MAX_STOP_CHARACTERS, "a string of {} characters"),
-        ("stop_token_ids", len(asked.stop_token_ids), MAX_STOP_TOKEN_IDS, "{} ids"),
-    ):
-        if count > limit:
-            raise InvalidArgument(f"{field} holds {what.format(count)}, the limit is {limit}", field=field)
+def _aborted(understood: Understood) -> list[Finished]:
+    """The end of a request that was aborted before the engine had it."""
+    usage = Usage(prompt_tokens=understood.prompt_tokens, completion_tokens=0)
+    return [
+        Finished(reason=FinishReason.ABORT, usage=usage, timings=Timings(), sample=i)
+        for i in range(understood.params.n)
+    ]
 
 
-def _check_response(asked: GenerateRequest, model: ServedModel) -> None:
-    if asked.want_text is False and asked.want_token_ids is False:
-        raise InvalidArgument("response asks for neither text nor token_ids; ask for one of them", field="response")
-    for field, needed in (("stop", bool(asked.stop)), ("response.text", bool(asked.want_text))):
-        if needed and model.tokenizer is None:
-            raise InvalidArgument(
-                f"{field} needs a tokenizer and {model.name} has none; leave it out and use token ids", field=field
-            )
-
-
-def _prompt_characters(asked: GenerateRequest) -> int:
-    if asked.text is not None:
-        return len(asked.text)
-    return sum(MESSAGE_SIZE + len(str(entry.get("content", ""))) for entry in asked.chat or ())
-
-
-def _tokenize(asked: GenerateRequest, model: ServedModel) -> tuple[int, ...]:
-    return to_prompt_ids(model.tokenizer, text=asked.text, token_ids=asked.token_ids, chat=asked.chat)
+def _shown_error(error: Exception) -> JaxpdError:
+    return error if isinstance(error, JaxpdError) else Internal("internal error")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from jaxpd.errors import NotFound
@@ -18,7 +18,10 @@ logger = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ServedModel:
-    """What the fronts know of the model. `tokenizer` is None for one that speaks token ids only."""
+    """What the fronts know of the model. `tokenizer` is None for one that speaks token ids only.
+
+    `name` is what it is called in answers; clients may use any of `names`.
+    """
 
     name: str
     architecture: str
@@ -29,6 +32,17 @@ class ServedModel:
     page_size: int
     meshes: Mapping[str, tuple[str, ...]]  # role -> the mesh spec of each of its pools
     tokenizer: Tokenizer | None
+    mode: str = ""
+    aliases: tuple[str, ...] = ()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """What clients may call it."""
+        return (self.name, *self.aliases)
+
+    def called(self, names: Sequence[str]) -> ServedModel:
+        """The same model by other names, the first one first; by its own where there are none."""
+        return dataclasses.replace(self, name=names[0], aliases=tuple(names[1:])) if names else self
 
 
 def served_model(engine: Engine) -> ServedModel:
@@ -50,4 +64,5 @@ def served_model(engine: Engine) -> ServedModel:
         page_size=engine.limits.page_size,
         meshes=engine.limits.meshes,
         tokenizer=tokenizer,
+        mode=engine.mode,
     )

@@ -1,31 +1,45 @@
-"""Between the messages of `jaxpd/v1/inference.proto` and the nouns of `serving.messages`, in both directions.
+"""Requests between the messages of `jaxpd/v1/inference.proto` and `serving.messages`, in both directions.
 
-The server reads strictly and refuses what it does not know; the client reads leniently and passes over it.
+The server reads strictly and refuses what it does not know; `wire_answers` is the way back.
 """
 
 from __future__ import annotations
 
-import dataclasses
+import json
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from google.protobuf import unknown_fields
 from google.protobuf.message import Message as ProtoMessage
 
-from jaxpd.errors import Internal, InvalidArgument
-from jaxpd.request import FinishReason, SamplingParams, Timings, Usage
-from serving.messages import Answer, Finished, GenerateRequest, Message, Tokens, Understood
+from jaxpd.errors import InvalidArgument
+from jaxpd.structured import CHOICE, GRAMMAR, JSON_OBJECT, JSON_SCHEMA, REGEX, StructuredOutput
+from serving.messages import GenerateRequest
 from serving.proto.jaxpd.v1 import inference_pb2 as pb
 
-_REASONS = {
-    FinishReason.STOP: pb.FINISH_REASON_STOP,
-    FinishReason.LENGTH: pb.FINISH_REASON_LENGTH,
-    FinishReason.ABORT: pb.FINISH_REASON_ABORT,
-    FinishReason.ERROR: pb.FINISH_REASON_ERROR,
+# Fields of the groups that are scalars of the same name in GenerateRequest.
+SAMPLING = (
+    "temperature",
+    "seed",
+    "n",
+    "top_k",
+    "top_p",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+)
+STOPPING = ("max_tokens", "ignore_eos", "min_tokens")
+RESPONSE = {
+    "text": "want_text",
+    "token_ids": "want_token_ids",
+    "prompt_token_ids": "want_prompt_ids",
+    "logprobs": "logprobs",
+    "prompt_logprobs": "prompt_logprobs",
+    "timeline": "want_timeline",
 }
-_REASONS_BACK = {value: reason for reason, value in _REASONS.items()}
-
-
-# -- requests ------------------------------------------------------------------------------------------------------
+_KINDS = {"json_schema": JSON_SCHEMA, "regex": REGEX, "grammar": GRAMMAR}  # fields that hold text
+MAX_JSON = 1 << 20  # characters of a field that holds JSON
 
 
 def request_from_proto(message: pb.GenerateRequest) -> GenerateRequest:
@@ -33,20 +47,23 @@ def request_from_proto(message: pb.GenerateRequest) -> GenerateRequest:
     refuse_unknown_fields(message)
     prompt = message.WhichOneof("prompt")
     sampling, stopping, response = message.sampling, message.stopping, message.response
+    chat = message.chat
     return GenerateRequest(
         text=message.text if prompt == "text" else None,
         token_ids=tuple(message.token_ids.ids) if prompt == "token_ids" else None,
-        chat=_chat_from_proto(message.chat) if prompt == "chat" else None,
-        request_id=_get(message, "request_id"),
-        max_tokens=_get(stopping, "max_tokens"),
-        temperature=_get(sampling, "temperature"),
-        seed=_get(sampling, "seed"),
+        chat=_chat_from_proto(chat) if prompt == "chat" else None,
+        tools=_json(chat, "tools_json", "chat.tools_json", list),
+        template_options=_json(chat, "template_options_json", "chat.template_options_json", dict),
+        request_id=get(message, "request_id"),
+        priority=get(message, "priority"),
+        cache_salt=get(message, "cache_salt"),
+        logit_bias=dict(sampling.logit_bias) if sampling.logit_bias else None,
+        structured=_structured_from_proto(sampling),
         stop=tuple(stopping.stop),
         stop_token_ids=tuple(stopping.stop_token_ids),
-        ignore_eos=_get(stopping, "ignore_eos"),
-        want_text=_get(response, "text"),
-        want_token_ids=_get(response, "token_ids"),
-        want_prompt_ids=_get(response, "prompt_token_ids"),
+        **{field: get(sampling, field) for field in SAMPLING},
+        **{field: get(stopping, field) for field in STOPPING},
+        **{ours: get(response, theirs) for theirs, ours in RESPONSE.items()},
     )
 
 
@@ -57,21 +74,36 @@ def request_to_proto(request: GenerateRequest) -> pb.GenerateRequest:
         message.text = request.text
     if request.token_ids is not None:
         message.token_ids.SetInParent()
-        _extend(message.token_ids.ids, request.token_ids, "token_ids")
+        extend(message.token_ids.ids, request.token_ids, "token_ids")
     if request.chat is not None:
         message.chat.SetInParent()
         for entry in request.chat:
-            message.chat.messages.add(role=entry.get("role"), content=entry.get("content"))
-    _set(message, "request_id", request.request_id)
-    _set(message.sampling, "temperature", request.temperature)
-    _set(message.sampling, "seed", request.seed)
-    _set(message.stopping, "max_tokens", request.max_tokens)
+            _add_chat_message(message.chat, entry)
+        if request.tools is not None:
+            message.chat.tools_json = json.dumps(request.tools)
+        if request.template_options is not None:
+            message.chat.template_options_json = json.dumps(request.template_options)
+    if request.add_special_tokens is not None:
+        raise InvalidArgument(
+            "add_special_tokens is not to be had over gRPC; send token_ids instead of text", field="add_special_tokens"
+        )
+    for field in ("request_id", "priority", "cache_salt"):
+        set_(message, field, getattr(request, field))
+    for field in SAMPLING:
+        set_(message.sampling, field, getattr(request, field))
+    for field in STOPPING:
+        set_(message.stopping, field, getattr(request, field))
+    for theirs, ours in RESPONSE.items():
+        set_(message.response, theirs, getattr(request, ours))
+    for token, bias in (request.logit_bias or {}).items():
+        try:
+            message.sampling.logit_bias[token] = bias
+        except (ValueError, TypeError) as error:
+            raise InvalidArgument(f"logit_bias holds {token!r}: {bias!r}: {error}", field="logit_bias") from error
+    if request.structured is not None:
+        _add_structured(message.sampling, request.structured)
     message.stopping.stop.extend(request.stop)
-    _extend(message.stopping.stop_token_ids, request.stop_token_ids, "stop_token_ids")
-    _set(message.stopping, "ignore_eos", request.ignore_eos)
-    _set(message.response, "text", request.want_text)
-    _set(message.response, "token_ids", request.want_token_ids)
-    _set(message.response, "prompt_token_ids", request.want_prompt_ids)
+    extend(message.stopping.stop_token_ids, request.stop_token_ids, "stop_token_ids")
     return message
 
 
@@ -86,7 +118,7 @@ def refuse_unknown_fields(message: ProtoMessage, path: str = "") -> None:
             f"{where} holds field number {numbers}, which this server does not know; it knows {known}", field=where
         )
     for descriptor, value in message.ListFields():
-        if descriptor.message_type is None:
+        if descriptor.message_type is None or descriptor.message_type.GetOptions().map_entry:
             continue
         name = f"{path}.{descriptor.name}" if path else descriptor.name
         if isinstance(value, ProtoMessage):
@@ -97,142 +129,74 @@ def refuse_unknown_fields(message: ProtoMessage, path: str = "") -> None:
 
 
 def _chat_from_proto(chat: pb.Chat) -> tuple[dict[str, Any], ...]:
-    for index, entry in enumerate(chat.messages):
-        for field in ("role", "content"):
-            if not entry.HasField(field):
-                raise InvalidArgument(f"chat.messages[{index}].{field} is missing; set it", field="chat")
-    return tuple({"role": entry.role, "content": entry.content} for entry in chat.messages)
+    return tuple(_chat_message(entry, f"chat.messages[{index}]") for index, entry in enumerate(chat.messages))
 
 
-# -- answers -------------------------------------------------------------------------------------------------------
+def _chat_message(entry: pb.ChatMessage, where: str) -> dict[str, Any]:
+    for field in ("role", "content"):
+        if not entry.HasField(field):
+            raise InvalidArgument(f"{where}.{field} is missing; set it", field="chat")
+    more = _json(entry, "more_json", f"{where}.more_json", dict) or {}
+    if taken := sorted({"role", "content"} & set(more)):
+        raise InvalidArgument(f"{where}.more_json holds {taken[0]}, which has a field of its own", field="chat")
+    return {"role": entry.role, "content": entry.content, **more}
 
 
-def message_to_proto(message: Message) -> pb.GenerateStreamResponse:
-    """One message of a stream."""
-    match message:
-        case Understood():
-            return pb.GenerateStreamResponse(info=_info_to_proto(message))
-        case Tokens():
-            return pb.GenerateStreamResponse(
-                tokens=pb.Tokens(
-                    first_index=message.first_index,
-                    count=message.count,
-                    token_ids=message.token_ids,
-                    text=message.text,
-                )
-            )
-        case Finished():
-            return pb.GenerateStreamResponse(finish=_finish_to_proto(message))
+def _add_chat_message(chat: pb.Chat, entry: Mapping[str, Any]) -> None:
+    content = entry.get("content")
+    if content is not None and not isinstance(content, str):
+        raise InvalidArgument("the content of a chat message must be text over gRPC; join its parts", field="chat")
+    message = chat.messages.add(role=entry.get("role"), content=content)
+    if more := {key: value for key, value in entry.items() if key not in ("role", "content")}:
+        message.more_json = json.dumps(more)
 
 
-def message_from_proto(message: pb.GenerateStreamResponse) -> Message | None:
-    """None for a kind of message that this client does not know."""
-    match message.WhichOneof("event"):
-        case "info":
-            return _info_from_proto(message.info)
-        case "tokens":
-            tokens = message.tokens
-            return Tokens(
-                first_index=tokens.first_index,
-                count=tokens.count,
-                token_ids=tuple(tokens.token_ids),
-                text=_get(tokens, "text"),
-            )
-        case "finish":
-            return _finish_from_proto(message.finish)
-        case _:
+def _json(message: ProtoMessage, field: str, where: str, kind: type) -> Any:
+    """What a field holds as JSON, of the given kind; None where it is not set. A list comes as a tuple."""
+    text = get(message, field)
+    if text is None:
+        return None
+    words = "a JSON array" if kind is list else "a JSON object"
+    if len(text) > MAX_JSON:
+        raise InvalidArgument(f"{where} has {len(text)} characters, the limit is {MAX_JSON}", field=where)
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise InvalidArgument(f"{where} must be {words}, but it does not parse: {error}", field=where) from None
+    if not isinstance(value, kind):
+        raise InvalidArgument(f"{where} must be {words}, not {type(value).__name__}", field=where)
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _structured_from_proto(sampling: pb.SamplingOptions) -> StructuredOutput | None:
+    match sampling.WhichOneof("structured"):
+        case None:
             return None
+        case "json_object":
+            return StructuredOutput(kind=JSON_OBJECT) if sampling.json_object else None
+        case "choices":
+            return StructuredOutput(kind=CHOICE, choices=tuple(sampling.choices.strings))
+        case field:
+            return StructuredOutput(kind=_KINDS[field], text=getattr(sampling, field))
 
 
-def answer_to_proto(answer: Answer) -> pb.GenerateResponse:
-    """The unary response."""
-    sequence = pb.Sequence(token_ids=answer.token_ids, finish=_finish_to_proto(answer.finished))
-    if answer.understood.want_text:
-        sequence.text = answer.text
-    return pb.GenerateResponse(info=_info_to_proto(answer.understood), sequences=[sequence])
+def _add_structured(sampling: pb.SamplingOptions, structured: StructuredOutput) -> None:
+    if structured.kind == JSON_OBJECT:
+        sampling.json_object = True
+    elif structured.kind == CHOICE:
+        sampling.choices.strings.extend(structured.choices)
+        sampling.choices.SetInParent()
+    else:
+        setattr(sampling, structured.kind, structured.text)
 
 
-def answer_from_proto(response: pb.GenerateResponse) -> Answer:
-    """The first sequence of a unary response."""
-    if not response.sequences:
-        raise Internal("the answer holds no sequence; is the server newer than this client?")
-    sequence = response.sequences[0]
-    return Answer(
-        understood=_info_from_proto(response.info),
-        token_ids=tuple(sequence.token_ids),
-        text=sequence.text,
-        finished=_finish_from_proto(sequence.finish),
-    )
-
-
-def _info_to_proto(message: Understood) -> pb.RequestInfo:
-    params = message.params
-    return pb.RequestInfo(
-        request_id=message.request_id,
-        prompt_tokens=message.prompt_tokens,
-        prompt_token_ids=message.prompt_ids or (),
-        sampling=pb.SamplingOptions(temperature=params.temperature, seed=params.seed),
-        stopping=pb.StoppingOptions(
-            max_tokens=params.max_tokens,
-            stop=params.stop,
-            stop_token_ids=params.stop_token_ids,
-            ignore_eos=params.ignore_eos,
-        ),
-        response=pb.ResponseOptions(
-            text=message.want_text,
-            token_ids=message.want_token_ids,
-            prompt_token_ids=message.prompt_ids is not None,
-        ),
-    )
-
-
-def _info_from_proto(info: pb.RequestInfo) -> Understood:
-    return Understood(
-        request_id=info.request_id,
-        prompt_tokens=info.prompt_tokens,
-        prompt_ids=tuple(info.prompt_token_ids) if info.response.prompt_token_ids else None,
-        params=SamplingParams(
-            max_tokens=info.stopping.max_tokens,
-            temperature=info.sampling.temperature,
-            seed=_get(info.sampling, "seed"),
-            stop=tuple(info.stopping.stop),
-            stop_token_ids=tuple(info.stopping.stop_token_ids),
-            ignore_eos=info.stopping.ignore_eos,
-        ),
-        want_text=info.response.text,
-        want_token_ids=info.response.token_ids,
-    )
-
-
-def _finish_to_proto(message: Finished) -> pb.Finish:
-    finish = pb.Finish(
-        reason=_REASONS[message.reason],
-        usage=pb.Usage(**dataclasses.asdict(message.usage)),
-        timings=pb.Timings(**dataclasses.asdict(message.timings)),
-    )
-    _set(finish, "stop_token_id", message.stop_token_id)
-    _set(finish, "stop_string", message.stop_string)
-    return finish
-
-
-def _finish_from_proto(finish: pb.Finish) -> Finished:
-    return Finished(
-        reason=_REASONS_BACK.get(finish.reason, FinishReason.STOP),  # as the proto's rules say
-        usage=Usage(**{f.name: getattr(finish.usage, f.name) for f in dataclasses.fields(Usage)}),
-        timings=Timings(**{f.name: _get(finish.timings, f.name) for f in dataclasses.fields(Timings)}),
-        stop_token_id=_get(finish, "stop_token_id"),
-        stop_string=_get(finish, "stop_string"),
-    )
-
-
-# -- presence ------------------------------------------------------------------------------------------------------
-
-
-def _get(message: ProtoMessage, field: str) -> Any:
+def get(message: ProtoMessage, field: str) -> Any:
+    """The field's value; None where it is not set."""
     return getattr(message, field) if message.HasField(field) else None
 
 
-def _set(message: ProtoMessage, field: str, value: Any) -> None:
+def set_(message: ProtoMessage, field: str, value: Any) -> None:
+    """Sets a field unless `value` is None. Raises InvalidArgument for a value that its type cannot hold."""
     if value is None:
         return
     try:
@@ -241,7 +205,8 @@ def _set(message: ProtoMessage, field: str, value: Any) -> None:
         raise InvalidArgument(f"{field}={value!r} does not fit the field: {error}", field=field) from error
 
 
-def _extend(repeated: Any, values: tuple[int, ...], field: str) -> None:
+def extend(repeated: Any, values: Iterable[int], field: str) -> None:
+    """Adds token ids. Raises InvalidArgument for a value that is none."""
     try:
         repeated.extend(values)
     except (ValueError, TypeError) as error:

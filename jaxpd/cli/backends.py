@@ -10,11 +10,9 @@ from typing import Any, Protocol
 
 from jaxpd.cli.prompts import Prompt
 from jaxpd.cli.render import Result
-from jaxpd.cli.structured import FLAGS
 from jaxpd.errors import InvalidArgument, JaxpdError
 from jaxpd.progress import Progress
 from jaxpd.request import FinishReason, SamplingParams, Timings, Usage
-from jaxpd.structured import StructuredOutput
 
 MAX_CALLS = 64  # to a server at once, one thread each
 
@@ -94,15 +92,31 @@ class _Remote:
 
     def generate(self, prompts: Sequence[Prompt], params: SamplingParams) -> list[list[Result]]:
         with concurrent.futures.ThreadPoolExecutor(min(len(prompts), MAX_CALLS)) as pool:
-            return [[result] for result in pool.map(lambda prompt: self._call(prompt, params), prompts)]
+            return list(pool.map(lambda prompt: self._call(prompt, params), prompts))
 
-    def _call(self, prompt: Prompt, params: SamplingParams) -> Result:
+    def _call(self, prompt: Prompt, params: SamplingParams) -> list[Result]:
         try:
             answer = self._client.generate(_request(prompt, params))
         except JaxpdError as error:
-            return failed(error)
-        end = answer.finished
-        return Result(answer.token_ids, answer.text, end.reason, end.usage, end.timings, end.error)
+            return [failed(error)]
+        prompt_ids, scores = answer.understood.prompt_ids, answer.prompt_logprobs
+        scored = None if scores is None or prompt_ids is None else tuple(zip(prompt_ids[1:], scores, strict=True))
+        results = []
+        for sample in answer.samples:
+            end, of_prompt = sample.finished, scored if sample.index == 0 else None
+            results.append(
+                Result(
+                    sample.token_ids,
+                    sample.text or "",
+                    end.reason,
+                    end.usage,
+                    end.timings,
+                    end.error,
+                    sample.logprobs,
+                    of_prompt,
+                )
+            )
+        return results
 
     def stream(self, prompt: Prompt, params: SamplingParams) -> Iterator[Piece | Result]:
         from serving.messages import Finished, Tokens
@@ -121,34 +135,17 @@ class _Remote:
                     yield Result(tuple(ids), text, end.reason, end.usage, end.timings, end.error)
 
 
-SENT = frozenset({"max_tokens", "temperature", "seed", "stop", "stop_token_ids", "ignore_eos"})
-
-
-def check_remote(params: SamplingParams, server: str) -> None:
-    """Raises InvalidArgument for an option that the protocol does not carry yet, rather than to leave it out."""
-    for field in dataclasses.fields(SamplingParams):
-        value = getattr(params, field.name)
-        if field.name not in SENT and value != getattr(SamplingParams(), field.name):
-            flag = f"--{field.name.replace('_', '-')}"
-            if isinstance(value, StructuredOutput):
-                flag = FLAGS[value.kind]
-            raise InvalidArgument(
-                f"{flag} cannot go with --server {server}: the protocol does not carry it; leave one of them out",
-                field=field.name,
-            )
-
-
 def _request(prompt: Prompt, params: SamplingParams) -> Any:
+    """What differs from the defaults, which a server has too."""
     from serving.messages import GenerateRequest
 
+    options = {field.name: getattr(params, field.name) for field in dataclasses.fields(SamplingParams)}
+    plain = {field.name: getattr(SamplingParams(), field.name) for field in dataclasses.fields(SamplingParams)}
+    kept = {name: value for name, value in options.items() if name == "max_tokens" or value != plain[name]}
     return GenerateRequest(
         text=prompt.text,
         token_ids=prompt.token_ids,
         chat=prompt.chat,
-        max_tokens=params.max_tokens,
-        temperature=params.temperature,
-        seed=params.seed,
-        stop=params.stop,
-        stop_token_ids=params.stop_token_ids,
-        ignore_eos=params.ignore_eos,
+        want_prompt_ids=params.prompt_logprobs is not None or None,
+        **kept,
     )

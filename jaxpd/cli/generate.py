@@ -247,8 +247,6 @@ def generate(
         if asked is not None and not as_json:
             flag = f"--{field.replace('_', '-')}"
             raise InvalidArgument(f"{flag} {asked} is shown in JSON only; add --json", field=field)
-    if server is not None:
-        backends.check_remote(params, server)
     inputs = prompts.from_flags(prompt, prompt_ids, chat, prompt_file)
     engine = options.engine_fields(
         mode=mode,

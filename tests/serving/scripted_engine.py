@@ -14,7 +14,8 @@ from typing import Any
 import tokenizers
 
 from jaxpd.errors import JaxpdError, ResourceExhausted, Unavailable
-from jaxpd.request import Event, FinishEvent, FinishReason, Request, Timings, TokensEvent, Usage
+from jaxpd.life import Life, Stage
+from jaxpd.request import Event, FinishEvent, FinishReason, Request, Timings, TokenLogprobs, TokensEvent, Usage
 from jaxpd.stats import EngineStats, ReplicaStats
 from jaxpd.tokenizer import Tokenizer
 from serving.model import ServedModel
@@ -60,12 +61,16 @@ def served_model(tokenizer: Tokenizer | None, max_model_len: int = 4096) -> Serv
 @dataclasses.dataclass
 class _Running:
     request: Request
+    sample: int = 0
     made: int = 0
     aborted: bool = False
+    life: Life = dataclasses.field(default_factory=Life)
 
 
 class ScriptedEngine:
-    """`fail_with` ends a request after two tokens with that error, if its prompt starts with the byte `!`."""
+    """Sample i of a request begins i tokens further on in its prompt. `fail_with` ends a request after two tokens with
+    that error, if its prompt starts with the byte `!`. `submit_s` is how long `submit` takes where it compiles a
+    grammar, which it does not heed."""
 
     def __init__(
         self,
@@ -75,17 +80,19 @@ class ScriptedEngine:
         max_queued: int = 64,
         fail_with: JaxpdError | None = None,
         start_s: float = 0.0,
+        submit_s: float = 0.0,
     ) -> None:
         self.on_events = on_events
         self.step_s = step_s
         self.max_queued = max_queued
         self.fail_with = fail_with
         self.start_s = start_s
+        self.submit_s = submit_s
         self.submitted: list[Request] = []
         self.aborts: list[str] = []
         self.closed = False
         self.draining = False
-        self._running: dict[str, _Running] = {}
+        self._running: dict[tuple[str, int], _Running] = {}
         self._changed = threading.Condition()
         self._thread = threading.Thread(target=self._loop, daemon=True)
 
@@ -94,22 +101,27 @@ class ScriptedEngine:
         self._thread.start()
 
     def submit(self, request: Request) -> None:
+        if request.params.structured is not None:
+            time.sleep(self.submit_s)
         with self._changed:
             if self.draining:
                 raise Unavailable("draining")
             if len(self._running) >= self.max_queued:
-                raise ResourceExhausted("64 requests wait already", retry_after_s=2.5)
+                raise ResourceExhausted(f"{self.max_queued} requests wait already", retry_after_s=2.5)
             self.submitted.append(request)
-            self._running[request.request_id] = _Running(request)
+            for sample in range(request.params.n):
+                running = self._running[request.request_id, sample] = _Running(request, sample)
+                running.life.mark(Stage.ARRIVED, at_s=request.arrival_s)
+                running.life.mark(Stage.ADMITTED)
             self._changed.notify_all()
 
-    def abort(self, request_id: str) -> bool:
+    def abort(self, request_id: str, *, sample: int | None = None) -> bool:
         with self._changed:
             self.aborts.append(request_id)
-            running = self._running.get(request_id)
-            if running is not None:
+            found = [r for (i, s), r in self._running.items() if i == request_id and sample in (None, s)]
+            for running in found:
                 running.aborted = True
-            return running is not None
+            return bool(found)
 
     def drain(self, timeout_s: float) -> bool:
         with self._changed:
@@ -144,28 +156,65 @@ class ScriptedEngine:
             time.sleep(self.step_s)
 
     def _step(self, running: _Running) -> list[Event]:
-        request = running.request
+        request, params = running.request, running.request.params
         if running.aborted:
             return [self._finish(running, FinishReason.ABORT)]
         failing = self.fail_with is not None and request.prompt_ids[0] == ord("!")
         if failing and running.made == 2:
             return [self._finish(running, FinishReason.ERROR, error=self.fail_with)]
-        token = request.prompt_ids[running.made % len(request.prompt_ids)]
-        events: list[Event] = [TokensEvent(request_id=request.request_id, first_index=running.made, token_ids=(token,))]
+        token = request.prompt_ids[(running.made + running.sample) % len(request.prompt_ids)]
+        if not running.made:
+            _prefilled(running)
+        running.life.token_times.append(time.monotonic())
+        score_prompt = running.made == running.sample == 0 and params.prompt_logprobs is not None
+        events: list[Event] = [
+            TokensEvent(
+                request_id=request.request_id,
+                first_index=running.made,
+                token_ids=(token,),
+                logprobs=None if params.logprobs is None else (scores(token, params.logprobs),),
+                prompt_logprobs=tuple(scores(i, params.prompt_logprobs or 0) for i in request.prompt_ids[1:])
+                if score_prompt
+                else None,
+                sample=running.sample,
+            )
+        ]
         running.made += 1
-        params = request.params
-        if token in params.stop_token_ids or (token == EOS and not params.ignore_eos):
+        if token in params.ending_ids((EOS,)):
             events.append(self._finish(running, FinishReason.STOP, stop_token_id=token))
         elif running.made == params.max_tokens:
             events.append(self._finish(running, FinishReason.LENGTH))
         return events
 
     def _finish(self, running: _Running, reason: FinishReason, **more: Any) -> FinishEvent:
-        del self._running[running.request.request_id]
+        del self._running[running.request.request_id, running.sample]
+        running.life.mark(Stage.FAILED if reason is FinishReason.ERROR else Stage.FINISHED)
+        running.life.reason = reason.value
         return FinishEvent(
             request_id=running.request.request_id,
             reason=reason,
             usage=Usage(prompt_tokens=len(running.request.prompt_ids), completion_tokens=running.made),
             timings=Timings(queue_s=0.0, prefill_s=0.5, ttft_s=0.25),
+            sample=running.sample,
+            life=running.life,
             **more,
         )
+
+
+def _prefilled(running: _Running) -> None:
+    """Everything before the first token, as two pools would have it."""
+    for stage in (
+        Stage.PREFILL_START,
+        Stage.CHUNK,
+        Stage.OFFERED,
+        Stage.PREFILL_END,
+        Stage.TRANSFERRED,
+        Stage.ACCEPTED,
+        Stage.DECODE_START,
+    ):
+        running.life.mark(stage, tokens=len(running.request.prompt_ids) if stage is Stage.CHUNK else 0)
+
+
+def scores(token: int, top: int) -> TokenLogprobs:
+    """What the scripted model says of a token: it was the likeliest, and those after it half as likely each."""
+    return TokenLogprobs(logprob=-0.5, top=tuple(((token + i) % 257, -0.5 - 0.7 * i) for i in range(top)))

@@ -15,6 +15,7 @@ from jaxpd.errors import Internal, InvalidArgument, ResourceExhausted, Unavailab
 from jaxpd.request import FinishEvent, FinishReason, SamplingParams, Timings, TokensEvent, Usage
 from jaxpd.text import TextStream
 from serving import gateway as gateway_module
+from serving import understand
 from serving.gateway import Gateway, State
 from serving.messages import Finished, GenerateRequest, Message, Tokens, Understood
 
@@ -281,7 +282,7 @@ def test_a_late_finish_cannot_end_the_next_request_of_that_id(scripted: ModuleTy
         def submit(self, request: Any) -> None:
             self.request = request
 
-        def abort(self, request_id: str) -> bool:
+        def abort(self, request_id: str, *, sample: int | None = None) -> bool:
             return True
 
         def stats(self) -> Any:
@@ -297,7 +298,7 @@ def test_a_late_finish_cannot_end_the_next_request_of_that_id(scripted: ModuleTy
             await gateway.generate(asked)
         gateway.on_events([TokensEvent(request_id="mine", first_index=0, token_ids=(1,))])
         await asyncio.sleep(0.01)
-        assert gateway._live["mine"].pending == [], "nothing is kept for a reader that left"
+        assert gateway._live["mine"].samples[0].pending == [], "nothing is kept for a reader that left"
         usage = Usage(prompt_tokens=1, completion_tokens=0)
         gateway.on_events([FinishEvent(request_id="mine", reason=FinishReason.ABORT, usage=usage, timings=Timings())])
         await asyncio.sleep(0.01)
@@ -311,7 +312,7 @@ def test_abort_gives_the_reader_what_was_made(opened: Opened) -> None:
     async def run() -> None:
         gateway, engine = opened(step_s=0.002)
         task = asyncio.create_task(gateway.generate(GenerateRequest(text="abc", max_tokens=4000, request_id="a")))
-        await until(lambda: engine.running == 1 and engine._running["a"].made > 5)
+        await until(lambda: engine.running == 1 and engine._running["a", 0].made > 5)
         assert gateway.abort("a") is True
         answer = await task
         assert answer.finished.reason is FinishReason.ABORT and len(answer.token_ids) == answer.usage.completion_tokens
@@ -322,13 +323,13 @@ def test_abort_gives_the_reader_what_was_made(opened: Opened) -> None:
 
 
 def test_abort_while_tokenizing_never_reaches_the_engine(opened: Opened, monkeypatch: pytest.MonkeyPatch) -> None:
-    original = gateway_module._tokenize
+    original = understand.prompt_ids_of
 
     def slow(*args: Any) -> tuple[int, ...]:
         time.sleep(0.2)
         return original(*args)
 
-    monkeypatch.setattr(gateway_module, "_tokenize", slow)
+    monkeypatch.setattr(gateway_module, "prompt_ids_of", slow)
 
     async def run() -> None:
         gateway, engine = opened(max_model_len=10_000)
