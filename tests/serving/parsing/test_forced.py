@@ -231,6 +231,8 @@ def test_marks_that_are_special_tokens_stay_visible() -> None:
     special = KINDS["special"]
     ids = marker_token_ids(special, MISTRAL_NEW)
     assert ids == {special.special_token_id(mark) for mark in ("[TOOL_CALLS]", "[ARGS]", "[THINK]", "[/THINK]")}
+    thinking = {special.special_token_id(mark) for mark in ("[THINK]", "[/THINK]")}
+    assert marker_token_ids(special, MISTRAL_NEW, tools=False) == thinking
     assert marker_token_ids(KINDS["added"], MISTRAL_NEW) == marker_token_ids(special, PLAIN) == frozenset()
     answer = special.encode('[TOOL_CALLS]f[ARGS]{"a": 1}</s><think>')
     stream = TextStream(special, keep=ids)
