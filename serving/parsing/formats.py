@@ -77,7 +77,7 @@ ARGS, CALL_ID = "[ARGS]", "[CALL_ID]"
 PYTHON_TAG = "<|python_tag|>"
 _BLOCKS = (("<tool_call>", "</tool_call>"), ("<|tool_call|>", "<|/tool_call|>"))
 # What stands in a prompt behind a turn: reasoning that was opened before it is over.
-_TURN = re.compile(r"<\|[^|<>]{1,40}\|>|<(?:start|end)_of_turn>|\[/?INST\]|</s>")
+_TURN = re.compile(r"<[|\uff5c][^|\uff5c<>]{1,40}[|\uff5c]>|<(?:start|end)_of_turn>|\[/?INST\]|</s>")
 
 
 @functools.lru_cache(maxsize=32)

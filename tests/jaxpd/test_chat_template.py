@@ -48,8 +48,8 @@ def test_a_conversation_with_tools() -> None:
             "content": [{"type": "text", "text": "4"}, {"type": "text", "text": "2"}],
         },
     ]
-    assert render(HERMES, messages, [TOOL]) == (
-        '<|im_start|>system\nBe brief.\nget{"type": "object", "properties": {"é": {}}}\n'
+    assert render(HERMES, messages, [TOOL, {"function": {"name": "put"}}]) == (
+        '<|im_start|>system\nBe brief.\nget{"é": {}}\nput{}\n'
         "<tool_call></tool_call><|im_end|>\n"
         "<|im_start|>user\nhi<|im_end|>\n"
         '<|im_start|>assistant\n<tool_call>\n{"name": "get", "arguments": {"é": [1, null]}}\n</tool_call><|im_end|>\n'

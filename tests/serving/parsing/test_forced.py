@@ -14,10 +14,10 @@ from jaxpd.errors import InvalidArgument
 from jaxpd.grammar import GrammarCompiler
 from jaxpd.structured import StructuredOutput
 from jaxpd.text import TextStream
-from jaxpd.tokenizer import Tokenizer, byte_alphabet
+from jaxpd.tokenizer import Tokenizer, byte_alphabet, load_tokenizer
 from serving.parsing import Tools, forced_answer, forced_calls, marker_token_ids, read_tools
 from serving.parsing.formats import reasoning_marks
-from tests.jaxpd.grammar_walks import conforms
+from tests.jaxpd.grammar_walks import TINY, conforms
 from tests.serving.parsing.formats_of_models import (
     GRANITE,
     HERMES,
@@ -63,7 +63,12 @@ def tokenizer(special: Sequence[str] = (), added: Sequence[str] = ()) -> Tokeniz
     return Tokenizer(backend, special_tokens={"eos_token": "</s>"})
 
 
-KINDS = {"text": tokenizer(), "special": tokenizer(special=MARKS), "added": tokenizer(added=MARKS)}
+KINDS = {
+    "text": tokenizer(),
+    "special": tokenizer(special=MARKS),
+    "added": tokenizer(added=MARKS),
+    "tiny": load_tokenizer(TINY),  # tokens of several letters
+}
 COMPILERS = {kind: GrammarCompiler(one, one.vocab_size, one.eos_token_ids) for kind, one in KINDS.items()}
 
 
@@ -117,6 +122,36 @@ def test_a_forced_call_parses_and_validates(template: str, kind: str) -> None:
                 shape = {**WEATHER, "required": ["city"]}
                 assert conforms(value, shape), text
     assert seen == {"get_weather", "stop-all"}
+
+
+def accepts(spec: StructuredOutput | None, text: str) -> bool:
+    """Whether an answer may begin so."""
+    assert spec is not None
+    try:
+        COMPILERS["text"].compile(spec).new_state(KINDS["text"].encode(text))
+    except RuntimeError:
+        return False
+    return True
+
+
+def test_what_a_grammar_does_not_allow() -> None:
+    def forced(template: str, **options: Any) -> StructuredOutput | None:
+        tools = read_tools(TOOLS, "required", **options)
+        return forced_calls(tools, template=template, prompt_text="", tokenizer=KINDS["text"])
+
+    stop = '<tool_call>\n{"name": "stop-all", "arguments": {}}\n</tool_call>'
+    assert accepts(forced(HERMES), "\n".join([stop] * 16))
+    assert not accepts(forced(HERMES), "\n".join([stop] * 16) + "\n")
+    assert not accepts(forced(HERMES, parallel_tool_calls=False), stop + "\n")
+    assert not accepts(forced(HERMES), "I ") and not accepts(forced(HERMES), stop.replace("stop-all", "stop"))
+    day = "<tool_call>\n<function=get_weather>\n<parameter=city>\nBonn\n</parameter>\n"
+    unit = "<parameter=unit>\nC\n</parameter>\n"
+    days = "<parameter=days>\n14\n</parameter>\n</function>\n</tool_call>"
+    assert accepts(forced(QWEN_CODER), day + unit + days) and accepts(forced(QWEN_CODER), day + days)
+    assert not accepts(forced(QWEN_CODER), day + unit + unit)
+    assert not accepts(forced(QWEN_CODER), day + unit.replace("C", "K"))
+    assert not accepts(forced(QWEN_CODER), day.replace("Bonn", "Bremen"))
+    assert not accepts(forced(QWEN_CODER), day + "</function>")
 
 
 def test_one_tool_by_name_and_one_call() -> None:

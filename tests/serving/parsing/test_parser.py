@@ -210,6 +210,13 @@ GOOD: dict[str, tuple[str, str, dict[str, Any], Total]] = {
         {},
         [("call", "put_b", '{"x y": [1]}'), ("content", ".")],
     ),
+    "qwen coder, text that looks like a number": (
+        QWEN_CODER,
+        "<function=get><parameter=city>12</parameter><parameter=n> 12\n</parameter><parameter=b>x</parameter>"
+        "</function>",
+        {"schemas": SCHEMAS},
+        [("call", "get", '{"city": "12", "n": 12, "b": "x"}')],
+    ),
     "qwen coder, inner end left out": (
         QWEN_CODER,
         "<tool_call><function=put_b></tool_call><tool_call><function=get><parameter=a>NaN</parameter></function>",
