@@ -31,7 +31,8 @@ from serving.parsing.formats import (
 from serving.parsing.tools import NAME, Tools, check_schema, parameters_of
 
 MAX_CALLS = 16  # in one forced answer
-_SPACES = {"whitespace_pattern": rf"[ \n\r\t]{{1,{MAX_SPACES}}}"}
+_SPACES = rf"[ \n\r\t]{{1,{MAX_SPACES}}}"
+_ONE_LINE = " "  # templates write arguments in one line; small models would fill up what more they are given
 
 
 def forced_calls(
@@ -78,7 +79,7 @@ def forced_answer(
         spec = StructuredOutput(kind=JSON_SCHEMA, text=json.dumps(schema, ensure_ascii=False))
         _check_size(spec, field="response_format.json_schema.schema", what="the schema")
         return spec
-    rules.named["start"] = reasoning + _json(schema)
+    rules.named["start"] = reasoning + _json(schema, _SPACES)
     return _structured(rules, field="response_format.json_schema.schema", what="the schema")
 
 
@@ -211,10 +212,13 @@ def _xml_value(schema: Any, root: Mapping[str, Any], rules: _Rules) -> str:
     return rules.until(end)
 
 
-def _json(schema: Any) -> str:
+def _json(schema: Any, spaces: str = _ONE_LINE) -> str:
     if isinstance(schema, Mapping):
         asked = schema.get("x-guidance", {})
-        schema = {**schema, "x-guidance": {**_SPACES, **asked} if isinstance(asked, Mapping) else asked}
+        schema = {
+            **schema,
+            "x-guidance": {"whitespace_pattern": spaces, **asked} if isinstance(asked, Mapping) else asked,
+        }
     return f"%json {json.dumps(schema, ensure_ascii=False, default=dict)}"
 
 

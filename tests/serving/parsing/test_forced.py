@@ -72,7 +72,7 @@ KINDS = {
 COMPILERS = {kind: GrammarCompiler(one, one.vocab_size, one.eos_token_ids) for kind, one in KINDS.items()}
 
 
-def texts_of(spec: StructuredOutput, kind: str, template: str, count: int = 6) -> list[str]:
+def texts_of(spec: StructuredOutput, kind: str, template: str, count: int = 10) -> list[str]:
     """Random answers under a grammar, as the front would see them: marks visible, other special tokens not."""
     grammar = COMPILERS[kind].compile(spec)
     out = []
@@ -143,6 +143,9 @@ def test_what_a_grammar_does_not_allow() -> None:
     assert accepts(forced(HERMES), "\n".join([stop] * 16))
     assert not accepts(forced(HERMES), "\n".join([stop] * 16) + "\n")
     assert not accepts(forced(HERMES, parallel_tool_calls=False), stop + "\n")
+    assert accepts(forced(HERMES), stop.replace("{}", "{ }")) and not accepts(
+        forced(HERMES), stop.replace("{}", "{  }")
+    )
     assert not accepts(forced(HERMES), "I ") and not accepts(forced(HERMES), stop.replace("stop-all", "stop"))
     day = "<tool_call>\n<function=get_weather>\n<parameter=city>\nBonn\n</parameter>\n"
     unit = "<parameter=unit>\nC\n</parameter>\n"
