@@ -44,7 +44,7 @@ def make_router(
 
     if metrics_render is not None:
 
-        @router.get("/metrics")
+        @router.api_route("/metrics", methods=["GET", "HEAD"], operation_id="metrics")
         async def metrics(request: Request) -> Response:
             """For Prometheus."""
             body, content_type = metrics_render(request.headers.get("accept", ""))

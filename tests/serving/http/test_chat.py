@@ -16,7 +16,10 @@ from serving.callers import Caller, Keys
 PATH = "/v1/chat/completions"
 HI = [{"role": "user", "content": "hi"}]
 # The prompt is the last message's content alone, and the answer so as well.
-ECHO = "{% for m in messages %}{% if loop.last %}{{ m.content }}{% endif %}{% endfor %}{% if tools %}{% endif %}{#<tool_call></think>#}"
+ECHO = (
+    "{% for m in messages %}{% if loop.last %}{{ m.content }}{% endif %}{% endfor %}"
+    "{% if tools %}{% endif %}{#<tool_call></think>#}"  # what a template's marks are found by
+)
 WEATHER = {
     "type": "function",
     "function": {"name": "weather", "parameters": {"type": "object", "properties": {"city": {"type": "string"}}}},
