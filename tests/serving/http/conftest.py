@@ -33,9 +33,9 @@ class RunningHttp:
         """A JSON request."""
         return await self.client.post(path, json=body, headers=headers)
 
-    async def events(self, path: str, body: Any) -> list[dict[str, Any]]:
+    async def events(self, path: str, body: Any, **headers: str) -> list[dict[str, Any]]:
         """All events of a stream, which has to end as streams do."""
-        response = await self.post(path, {**body, "stream": True})
+        response = await self.post(path, {**body, "stream": True}, **headers)
         assert response.status_code == 200, response.text
         assert response.headers["content-type"].startswith("text/event-stream")
         return read_events(response.text)
