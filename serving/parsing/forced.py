@@ -153,22 +153,27 @@ def _reasoning(rules: _Rules, template: str | None, prompt_text: str) -> str:
 
 def _calls(form: ToolFormat, rules: _Rules, most: int) -> str:
     """Calls, at most so many, with what stands around all of them and between two."""
+    newline, comma = '"\\n" ', '", " '
     close = f" {rules.mark(form.close)}" if form.close else ""
-    more = f"{{0,{most - 1}}}"
+
+    def several(call: str, between: str) -> str:
+        return f"{call} ({between}{call}){{0,{most - 1}}}" if most > 1 else call
+
+    listed = f'"[" {several("call", comma)} "]"'
     match form.kind:
         case Kind.BARE:
             return "call"
         case Kind.BRACKETS if form.named:
             call = rules.add(f"{rules.mark(form.open)} call")
-            return f"{call} {call}{more}"
+            return several(call, "")
         case Kind.BRACKETS:
-            return f'{rules.mark(form.open)} " "? "[" call (", " call){more} "]"'
+            return f'{rules.mark(form.open)} " "? {listed}'
         case Kind.BLOCKS if form.listed:
-            return f'{rules.mark(form.open)} "[" call (", " call){more} "]"{close}'
+            return f"{rules.mark(form.open)} {listed}{close}"
         case Kind.XML if form.open == FUNCTION:
-            return f'call ("\\n" call){more}'
+            return several("call", newline)
     block = rules.add(f'{rules.mark(form.open)} "\\n" call "\\n"{close}')
-    return f'{block} ("\\n" {block}){more}'
+    return several(block, newline)
 
 
 def _call(form: ToolFormat, function: Mapping[str, Any], rules: _Rules) -> str:
@@ -227,7 +232,10 @@ def _check_size(spec: StructuredOutput, *, field: str, what: str) -> None:
     size, limit = len(spec.text.encode("utf-8", "replace")), MAX_BYTES[spec.kind]
     if size > limit:
         _fail(field, f" is too large: {what} take {size} bytes, the limit is {limit}; leave out descriptions")
-    spec.validate()
+    try:
+        spec.validate()
+    except InvalidArgument as error:
+        raise InvalidArgument(f"{field}: {error.message}", field=field) from error
 
 
 def _fail(field: str, what: str) -> NoReturn:

@@ -74,7 +74,7 @@ async def understood(
         logprobs=_logprobs(body),
         max_tokens=body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens,
         structured=_structured(body, tools, template, prompt, tokenizer),
-        shown_ids=marker_token_ids(tokenizer, template),
+        shown_ids=marker_token_ids(tokenizer, template, tools=tools.parsed),
         want_token_ids=bool(body.return_token_ids) or bool(body.logprobs),
     )
     if asked.max_tokens is None:
