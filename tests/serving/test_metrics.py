@@ -166,8 +166,8 @@ def test_the_end_tells_where_the_time_went(metrics: Metrics, scraped: Scraped) -
     ):
         assert seen[key(name)] == pytest.approx(seconds), name
     stages = {"queue": 1, "prefill": 3, "transfer": 4, "decode_wait": 3, "decode": 7, "detokenize": 0}
-    for stage, seconds in stages.items():
-        assert seen[key("jaxpd:request_stage_seconds_sum", stage=stage)] == pytest.approx(seconds), stage
+    for name, seconds in stages.items():
+        assert seen[key("jaxpd:request_stage_seconds_sum", stage=name)] == pytest.approx(seconds), name
 
 
 def test_buckets_hold_what_is_at_most_their_bound() -> None:
