@@ -26,6 +26,10 @@ class InvalidArgument(JaxpdError):
     exit_code = 2
 
 
+class TooLong(InvalidArgument):
+    """The prompt, or what it may grow to, is longer than the model's context."""
+
+
 class NotFound(JaxpdError):
     """A model, file or request id that does not exist."""
 
@@ -61,6 +65,12 @@ class Unavailable(JaxpdError):
     """Starting, draining, or a peer was lost: the same request may work later or elsewhere."""
 
     code = "UNAVAILABLE"
+
+
+class DeadlineExceeded(Unavailable):
+    """The caller gave less time than the answer needs: refused at once where that is plain, ended otherwise."""
+
+    code = "DEADLINE_EXCEEDED"
 
 
 class Internal(JaxpdError):

@@ -10,12 +10,14 @@ from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
 from typing import TYPE_CHECKING
 
-from jaxpd.cache.prefix import PrefixStats
+from jaxpd.cache.prefix import PrefixCache, PrefixStats
 from jaxpd.sequence import Sequence, State
 
 if TYPE_CHECKING:
     from jaxpd.pool import Pool
     from meshes.transfer.in_process import InProcessTransport
+
+MAX_SHOWN = 64  # sequences that one reading tells of, so that it stays cheap with thousands
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -48,6 +50,30 @@ class PoolStats:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Hold:
+    """Pages that a sequence has in one replica of a pool; `filled` of them have KV in them, or on its way."""
+
+    role: str
+    pool: int
+    replica: int
+    pages: int
+    filled: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SequenceStats:
+    """Where one sequence is. `computed` tokens of its prompt are dispatched, `tokens` of its answer were read."""
+
+    request_id: str
+    sample: int
+    state: str
+    prompt_tokens: int
+    computed: int
+    tokens: int
+    holds: tuple[Hold, ...]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class EngineStats:
     """A reading of the engine: requests by state, free room, staged bytes.
 
@@ -62,6 +88,7 @@ class EngineStats:
     crossed_bytes: int = dataclasses.field(default=0, compare=False)
     handoff_failures: Mapping[str, int] = dataclasses.field(default_factory=dict, compare=False)
     startup_s: Mapping[str, float] = dataclasses.field(default_factory=dict, compare=False)
+    sequences: tuple[SequenceStats, ...] = ()  # the oldest MAX_SHOWN
 
     @property
     def live(self) -> int:
@@ -81,13 +108,14 @@ class EngineStats:
 
 def read_engine(
     states: dict[str, int],
-    sequences: Iterable[Sequence],
+    sequences: Seq[Sequence],
     pools: Seq[Pool],
     transport: InProcessTransport,
     startup_s: Mapping[str, float],
 ) -> EngineStats:
     """A reading of the parts of an engine; from any thread."""
     pinned = _pinned_pages(sequences)
+    places = {space: (pool.role, pool.index, r) for pool in pools for r, space in enumerate(pool.spaces)}
     failures: dict[str, int] = {}
     for pool in pools:
         for reason, count in pool.handoff_failures.items():
@@ -100,6 +128,31 @@ def read_engine(
         crossed_bytes=transport.crossed_bytes,
         handoff_failures=failures,
         startup_s=dict(startup_s),
+        sequences=tuple(_read_sequence(seq, places) for seq in sequences[:MAX_SHOWN]),
+    )
+
+
+def _read_sequence(seq: Sequence, places: Mapping[PrefixCache, tuple[str, int, int]]) -> SequenceStats:
+    """What a sequence does just now, while its pool's thread goes on with it; `places` says whose pages are whose."""
+    state, cached, page_size = seq.state, seq.cached, seq.chain.page_size
+    decoding = state is State.DECODING
+    holds = []
+    for lease in dict.fromkeys((seq.prefill_lease, seq.decode_lease)):  # once, where both are the same
+        if lease is None or lease.released or lease.cache not in places:
+            continue
+        role, pool, replica = places[lease.cache]
+        computes = lease is seq.prefill_lease or decoding
+        filled = -(-cached // page_size) if computes else seq.landed_pages
+        pages = len(lease.pages)
+        holds.append(Hold(role=role, pool=pool, replica=replica, pages=pages, filled=min(filled, pages)))
+    return SequenceStats(
+        request_id=seq.request_id,
+        sample=seq.sample,
+        state=state.value,
+        prompt_tokens=seq.prompt_len,
+        computed=seq.prompt_len if seq.outputs else min(cached, seq.prompt_len),
+        tokens=len(seq.outputs),
+        holds=tuple(holds),
     )
 
 
