@@ -108,21 +108,6 @@ def test_tokens_and_their_times_count_as_they_come(metrics: Metrics, clock: Cloc
     assert seen[key("vllm:e2e_request_latency_seconds_count")] == 0, "it has not ended"
 
 
-def test_tokens_that_come_before_the_submit_is_known(metrics: Metrics, clock: Clock, scraped: Scraped) -> None:
-    clock.now = 100.25
-    metrics.progressed([token(0)])
-    clock.now = 100.5
-    metrics.progressed([token(1)])
-    assert scraped(metrics)[key("vllm:time_to_first_token_seconds_count")] == 0
-    metrics.submitted(request(), HERE)
-    seen = scraped(metrics)
-    assert seen[key("vllm:time_to_first_token_seconds_sum")] == pytest.approx(0.25)
-    assert seen[key("jaxpd:time_to_second_token_seconds_sum")] == pytest.approx(0.5)
-    assert seen[key("vllm:prompt_tokens_total")] == 3
-    metrics.finished(request(), HERE, end())
-    assert scraped(metrics)[key("vllm:prompt_tokens_total")] == 3, "once"
-
-
 def test_samples_share_a_first_token_and_have_their_own_gaps(metrics: Metrics, clock: Clock, scraped: Scraped) -> None:
     metrics.submitted(request(n=2), HERE)
     for now, events in ((101.0, [token(0)]), (102.0, [token(1), token(0, sample=1)]), (104.0, [token(1, sample=1)])):
@@ -153,6 +138,7 @@ def test_the_end_tells_where_the_time_went(metrics: Metrics, scraped: Scraped) -
     ):
         life.mark(stage, at_s=at)
     life.token_times += [104.0, 110.0, 114.0]
+    metrics.submitted(request(), HERE)
     metrics.finished(request(), HERE, end(life))
     seen = scraped(metrics)
     for name, seconds in (
