@@ -88,11 +88,19 @@ class TextStream:
 class AnswerText:
     """The text of one answer as its tokens come: without the tokens that end it, up to a stop string.
 
-    `hidden` are the ids that end an answer: they belong to its ids and never to its text.
+    `hidden` are the ids that end an answer: they belong to its ids and never to its text. `shown` are special tokens
+    that its text shows.
     """
 
-    def __init__(self, tokenizer: Tokenizer, *, stop: Sequence[str], hidden: frozenset[int]) -> None:
-        self._stream = TextStream(tokenizer, stop)
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        *,
+        stop: Sequence[str],
+        hidden: frozenset[int],
+        shown: frozenset[int] = frozenset(),
+    ) -> None:
+        self._stream = TextStream(tokenizer, stop, keep=shown)
         self._hidden = hidden
         self._searching = bool(stop)
 

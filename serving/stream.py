@@ -51,6 +51,7 @@ class Live:
         self.submitting = False  # in a thread, which goes on when the reader leaves
         self.aborted = False  # by abort(), before it was submitted
         self.left = False  # nobody reads any more
+        self.begun = False  # its first tokens are here
         self.samples: list[Waiting] = []
         self.wake = asyncio.Event()
 
@@ -63,9 +64,18 @@ class Live:
 class Reader:
     """Turns what waits in a record into messages: text, stop strings, the finish of each sample."""
 
-    def __init__(self, live: Live, understood: Understood, model: ServedModel, *, want_timeline: bool) -> None:
+    def __init__(
+        self,
+        live: Live,
+        understood: Understood,
+        model: ServedModel,
+        *,
+        want_timeline: bool,
+        shown_ids: frozenset[int] = frozenset(),
+    ) -> None:
         self._samples = [
-            _SampleReader(i, waiting, understood, model, want_timeline) for i, waiting in enumerate(live.samples)
+            _SampleReader(i, waiting, understood, model, want_timeline, shown_ids)
+            for i, waiting in enumerate(live.samples)
         ]
 
     @property
@@ -89,7 +99,13 @@ class Reader:
 
 class _SampleReader:
     def __init__(
-        self, index: int, waiting: Waiting, understood: Understood, model: ServedModel, want_timeline: bool
+        self,
+        index: int,
+        waiting: Waiting,
+        understood: Understood,
+        model: ServedModel,
+        want_timeline: bool,
+        shown_ids: frozenset[int],
     ) -> None:
         params = understood.params
         self.index = index
@@ -100,7 +116,8 @@ class _SampleReader:
         self._text: AnswerText | None = None
         if understood.want_text or params.stop:
             assert model.tokenizer is not None
-            self._text = AnswerText(model.tokenizer, stop=params.stop, hidden=params.ending_ids(model.eos_token_ids))
+            hidden = params.ending_ids(model.eos_token_ids)
+            self._text = AnswerText(model.tokenizer, stop=params.stop, hidden=hidden, shown=shown_ids)
         self._count = 0
         self.detokenize_s = 0.0
 

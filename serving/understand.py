@@ -67,4 +67,12 @@ def prompt_characters(asked: GenerateRequest) -> int:
 
 def prompt_ids_of(asked: GenerateRequest, model: ServedModel) -> tuple[int, ...]:
     """The prompt as token ids. Raises InvalidArgument."""
-    return to_prompt_ids(model.tokenizer, text=asked.text, token_ids=asked.token_ids, chat=asked.chat)
+    return to_prompt_ids(
+        model.tokenizer,
+        text=asked.text,
+        token_ids=asked.token_ids,
+        chat=asked.chat,
+        tools=asked.tools,
+        template_options=asked.template_options,
+        add_special_tokens=asked.add_special_tokens is not False,
+    )

@@ -3,5 +3,6 @@
     socket -> connection (time limits, size of the head) -> middleware (request id, API key, size of the body)
            -> app (routes) -> openai/ (bodies to requests, messages to bodies) -> serving.gateway
 
-`front` owns the sockets and runs the server on the loop of everything else; `errors` gives every failure OpenAI's shape.
+`front` owns the sockets and runs the server on the loop of everything else; `errors` gives every failure the shape that
+OpenAI's clients know.
 """

@@ -9,14 +9,15 @@ from fastapi import FastAPI
 from jaxpd.version import __version__
 from serving.callers import Keys
 from serving.gateway import Gateway
-from serving.http import errors, system
+from serving.http import errors, live, page, system
 from serving.http.middleware import ApiKeys, Bodies, RequestIds
 from serving.http.openai import chat, completions, extras
 from serving.http.options import HttpOptions
 from serving.http.ready import Ready
 
 # Answered without a key: probes, scrapers and the page itself. Everything else is guarded, also what comes later.
-OPEN_PATHS = ("/", "/health", "/metrics", "/version", "/openapi.json", "/favicon.ico")
+# `/live` is for the page, and asks for a key itself.
+OPEN_PATHS = ("/", "/health", "/metrics", "/version", "/openapi.json", "/favicon.ico", "/live")
 OPEN_FOLDERS = ("/page/",)
 
 
@@ -37,6 +38,9 @@ def make_app(
     app.include_router(extras.make_router(gateway))
     app.include_router(completions.make_router(gateway))
     app.include_router(chat.make_router(gateway))
+    if options.page:
+        app.include_router(page.make_router())
+        app.include_router(live.make_router(gateway, keys))
     # The last one added is the first to see a request.
     app.add_middleware(Bodies, most=options.max_body_bytes, most_together=options.max_bodies_bytes)
     app.add_middleware(ApiKeys, keys=keys, open_paths=OPEN_PATHS, open_folders=OPEN_FOLDERS)

@@ -12,7 +12,6 @@ import asyncio
 import contextlib
 import resource
 import socket
-import ssl
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
@@ -64,10 +63,7 @@ class HttpFront:
             server_header=False,
             workers=1,
             timeout_keep_alive=int(options.idle_s) + 1,  # ours comes first
-            ssl_certfile=None if tls is None else tls.certfile,
-            ssl_keyfile=None if tls is None else tls.keyfile,
-            ssl_ca_certs=None if tls is None or tls.ca_certs is None else str(tls.ca_certs),
-            ssl_cert_reqs=ssl.CERT_NONE if tls is None or tls.ca_certs is None else ssl.CERT_REQUIRED,
+            **({} if tls is None else tls.uvicorn_options()),
         )
         self._server = _Server(config)
         self._sockets = list[socket.socket]()

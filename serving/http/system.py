@@ -111,7 +111,9 @@ class _Profiles:
 
     def _needed_folder(self) -> Path:
         if self._folder is None:
-            raise FailedPrecondition("profiles are off; start the server with --profile-dir FOLDER", field="profile_dir")
+            raise FailedPrecondition(
+                "profiles are off; start the server with --profile-dir FOLDER", field="profile_dir"
+            )
         return self._folder
 
 

@@ -3,8 +3,8 @@
     Answering: work (gateway -> bytes -> send)  |  receive() until the client has gone
                       whichever ends first ends the other; leaving the gateway's stream aborts the request
 
-Nothing is sent before the gateway has taken the request, so that whatever is wrong with it has a status of its own. What
-goes wrong later is a last event of the stream.
+Nothing is sent before the gateway has taken the request, so that whatever is wrong with it has a status of its own.
+What goes wrong later is a last event of the stream.
 """
 
 from __future__ import annotations

@@ -84,8 +84,18 @@ def structured_of(body: SamplingBody) -> StructuredOutput | None:
         if (value := getattr(body, f"guided_{name}")) is not None:
             asked.append((f"guided_{name}", name, value))
     if len(asked) > 1:
-        raise InvalidArgument(f"{asked[0][0]} and {asked[1][0]} exclude each other; send one of them", field=asked[1][0])
+        raise InvalidArgument(
+            f"{asked[0][0]} and {asked[1][0]} exclude each other; send one of them", field=asked[1][0]
+        )
     return _structured(*asked[0]) if asked else None
+
+
+def only_one(**ways: StructuredOutput | None) -> StructuredOutput | None:
+    """What the answer has to match, which may be said in one way only. Raises InvalidArgument naming the second."""
+    said = [name for name, structured in ways.items() if structured is not None]
+    if len(said) > 1:
+        raise InvalidArgument(f"{said[0]} and {said[1]} exclude each other; send one of them", field=said[1])
+    return ways[said[0]] if said else None
 
 
 def checked_messages(messages: Sequence[Mapping[str, Any]]) -> tuple[Mapping[str, Any], ...]:

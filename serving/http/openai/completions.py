@@ -12,10 +12,11 @@ from fastapi import APIRouter, Request, Response
 
 from jaxpd.errors import InvalidArgument
 from jaxpd.request import TokenLogprobs
-from jaxpd.text import to_prompt_ids
+from jaxpd.structured import StructuredOutput
 from serving.gateway import Gateway
 from serving.http.openai.answering import Answering, call_of, stream, whole
-from serving.http.openai.asked import check_model, sampling_of, structured_of
+from serving.http.openai.asked import check_model, only_one, sampling_of, structured_of
+from serving.http.openai.extras import tokenizer_of
 from serving.http.openai.render import (
     CompletionLogprobs,
     TokenTexts,
@@ -29,6 +30,7 @@ from serving.http.openai.schema import CompletionRequest
 from serving.http.openai.sse import ChunkWriter, quoted
 from serving.messages import Answer, Finished, GenerateRequest, Sample, Tokens, Understood
 from serving.model import ServedModel
+from serving.parsing import forced_answer
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's
 MAX_PROMPTS = 1024
@@ -62,11 +64,14 @@ def asks_of(body: CompletionRequest, model: ServedModel) -> list[GenerateRequest
         raise InvalidArgument("suffix is not served; put what should follow into the prompt", field="suffix")
     if body.best_of is not None and body.best_of != (body.n or 1):
         raise InvalidArgument(
-            f"best_of={body.best_of} is not served; leave it out, or set it to n, that is {body.n or 1}", field="best_of"
+            f"best_of={body.best_of} is not served; leave it out, or set it to n, that is {body.n or 1}",
+            field="best_of",
         )
     scored = body.echo and body.logprobs is not None
     if scored and body.stream and (body.n or 1) > 1:
-        raise InvalidArgument("a stream with echo and logprobs has one sample; set n to 1 or stream to false", field="n")
+        raise InvalidArgument(
+            "a stream with echo and logprobs has one sample; set n to 1 or stream to false", field="n"
+        )
     options = sampling_of(body)
     logprobs = body.logprobs
     if scored and options["prompt_logprobs"] is None:
@@ -78,7 +83,7 @@ def asks_of(body: CompletionRequest, model: ServedModel) -> list[GenerateRequest
         **options,
         logprobs=logprobs,
         max_tokens=1 if nothing_new else DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens,
-        structured=structured_of(body),
+        structured=_structured(body, model),
         want_token_ids=want_ids or model.tokenizer is None,
     )
     return [
@@ -87,6 +92,13 @@ def asks_of(body: CompletionRequest, model: ServedModel) -> list[GenerateRequest
         else dataclasses.replace(asked, token_ids=tuple(prompt))
         for prompt in prompts
     ]
+
+
+def _structured(body: CompletionRequest, model: ServedModel) -> StructuredOutput | None:
+    format_ = None
+    if body.response_format is not None:
+        format_ = forced_answer(body.response_format, template=None, prompt_text="", tokenizer=tokenizer_of(model))
+    return only_one(response_format=format_, structured_outputs=structured_of(body))
 
 
 def _prompts(prompt: Any) -> list[Any]:
@@ -146,7 +158,9 @@ class Reply:
         }
         if self.body.logprobs is not None:
             writer = CompletionLogprobs(self.texts)
-            choice["logprobs"] = self.logprobs(writer, answer.understood, answer.prompt_logprobs, ids, logprobs or ())
+            choice["logprobs"] = self.logprobs(
+                writer, answer.understood, answer.prompt_logprobs, ids, logprobs or (), first=True
+            )
         if self.body.return_token_ids:
             choice |= {"prompt_token_ids": answer.understood.prompt_ids, "token_ids": ids}
         if self.body.prompt_logprobs is not None:
@@ -164,9 +178,13 @@ class Reply:
         of_prompt: Sequence[TokenLogprobs] | None,
         ids: Sequence[int],
         logprobs: Sequence[TokenLogprobs],
+        *,
+        first: bool,
     ) -> dict[str, Any]:
         """Of new tokens, with the prompt's in front where it is echoed and they are the first."""
-        if self.body.echo and of_prompt is not None:
+        if of_prompt is None and understood.prompt_tokens == 1:
+            of_prompt = ()  # there is nothing to say of its only token, and nothing came
+        if self.body.echo and first and of_prompt is not None:
             assert understood.prompt_ids is not None
             before = writer.chunk(understood.prompt_ids, [None, *of_prompt])
             writer.begin()
@@ -234,7 +252,7 @@ class CompletionWriter(ChunkWriter):
             if first:
                 self._logprobs[key] = CompletionLogprobs(self._reply.texts)
             scores = message.prompt_logprobs
-            more["logprobs"] = self._reply.logprobs(self._logprobs[key], understood, scores, ids, logprobs)
+            more["logprobs"] = self._reply.logprobs(self._logprobs[key], understood, scores, ids, logprobs, first=first)
         if body.return_token_ids:
             more |= {"prompt_token_ids": understood.prompt_ids, "token_ids": ids} if first else {"token_ids": ids}
         if body.prompt_logprobs is not None and message.prompt_logprobs is not None:

@@ -95,11 +95,9 @@ def prompt_logprobs(tokens: Sequence[int], logprobs: Sequence[TokenLogprobs], te
     """vLLM's `prompt_logprobs`: for every token of the prompt but the first, what the model thought of it."""
 
     def entries(token: int, of: TokenLogprobs) -> Json:
-        ranked = {t: (p, rank) for rank, (t, p) in enumerate(of.top, start=1)}
+        ranked: dict[int, tuple[float, int | None]] = {t: (p, rank) for rank, (t, p) in enumerate(of.top, start=1)}
         ranked.setdefault(token, (of.logprob, None))
-        return {
-            str(t): {"logprob": p, "rank": rank, "decoded_token": texts.text(t)} for t, (p, rank) in ranked.items()
-        }
+        return {str(t): {"logprob": p, "rank": rank, "decoded_token": texts.text(t)} for t, (p, rank) in ranked.items()}
 
     return [None, *(entries(token, of) for token, of in zip(tokens[1:], logprobs, strict=True))]
 

@@ -10,7 +10,6 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
-
 MAX_ID = 2**31 - 1
 
 
@@ -48,7 +47,9 @@ def _many(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
 
 
-TokenIds = Annotated[Any, BeforeValidator(_ids), Field(json_schema_extra={"type": "array", "items": {"type": "integer"}})]
+TokenIds = Annotated[
+    Any, BeforeValidator(_ids), Field(json_schema_extra={"type": "array", "items": {"type": "integer"}})
+]
 Prompt = Annotated[
     Any,
     BeforeValidator(_prompt),
@@ -58,12 +59,20 @@ Prompt = Annotated[
                 {"type": "string"},
                 {"type": "array", "items": {"type": "string"}, "minItems": 1},
                 {"type": "array", "items": {"type": "integer"}, "minItems": 1},
-                {"type": "array", "items": {"type": "array", "items": {"type": "integer"}, "minItems": 1}, "minItems": 1},
+                {
+                    "type": "array",
+                    "items": {"type": "array", "items": {"type": "integer"}, "minItems": 1},
+                    "minItems": 1,
+                },
             ]
         }
     ),
 ]
-Stop = Annotated[list[str], BeforeValidator(_many), Field(json_schema_extra={"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]})]
+Stop = Annotated[
+    list[str],
+    BeforeValidator(_many),
+    Field(json_schema_extra={"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]}),
+]
 
 
 class StreamOptions(Body):

@@ -1,6 +1,6 @@
 """The events of a stream, made of ready pieces: a stream writes one for every few tokens, so each has to be cheap.
 
-    data: {"id": ..., "object": ..., "created": ..., "model": ..., "choices": [{"index": i, <what is new>}], "usage": ...}
+    data: {"id", "object", "created", "model": ..., "choices": [{"index": i, <what is new>}], "usage": ...}
 
 Nothing goes out for a sample before its first token, for clients take the time of the first choice they see. The last
 tokens wait for the finish reason, which is there already, so that an answer of N tokens makes N events.
@@ -94,9 +94,7 @@ class ChunkWriter:
         tail = self._tail
         if self._usage_always:
             made, total = self._made, self._prompt_tokens + self._made
-            usage = (
-                f'{{"prompt_tokens":{self._prompt_tokens},"completion_tokens":{made},"total_tokens":{total}}}'
-            )
+            usage = f'{{"prompt_tokens":{self._prompt_tokens},"completion_tokens":{made},"total_tokens":{total}}}'
             tail = f',"usage":{usage}}}\n\n'
         return f"{self._prefixes[prompt, sample]}{new}}}]{more}{tail}".encode()
 

@@ -40,6 +40,10 @@ UNSERVED: dict[str, tuple[tuple[Any, ...], str]] = {
     "return_tokens_as_token_ids": ((False,), "use return_token_ids"),
     "thinking_token_budget": ((), "use max_completion_tokens"),
     "kv_transfer_params": ((), "prefill and decode are both in this server"),
+    "echo": ((False,), "it belongs to /v1/completions"),
+    "best_of": ((1,), "use n"),
+    "add_special_tokens": ((False,), "the chat template writes them"),
+    "include_reasoning": ((True,), "it comes apart from the content; leave it aside"),
     "lora_request": ((), "adapters are not served"),
     "vllm_xargs": (({},), "leave it out"),
 }

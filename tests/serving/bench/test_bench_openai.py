@@ -185,7 +185,9 @@ def test_streams_that_say_more_or_less_of_their_tokens(
     )
     summary = outcome.probes[0].summary
     assert summary.answered == 3 and summary.itl_s.count == itl
-    assert summary.completion_tokens == (8 if usage else 2) and summary.tokens_per_message == (per_message if usage else 1)
+    assert summary.completion_tokens == (8 if usage else 2) and summary.tokens_per_message == (
+        per_message if usage else 1
+    )
     assert summary.tpot_s.p50 == pytest.approx((0.035 if per_message == 1 else 0.02) / (7 if usage else 1), rel=0.3)
     assert any(note in line for line in outcome.about.notes)
     assert summary.without_itl == (3 if (usage, per_message) == ("end", 4) else 0)
