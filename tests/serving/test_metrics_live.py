@@ -137,7 +137,7 @@ async def tell(story: Story, gateway: Gateway, engine: Engine) -> None:
             if getattr(message, "count", 0):
                 break
     await ask(greedy((), 4))
-    offer = engine._transport.offer
+    offer: Callable[..., int] = engine._transport.offer
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(engine._transport, "offer", lambda *asked: asked[-1](None, RuntimeError("the link is down")))
         await ask(greedy(long_prompt(99), 4))
