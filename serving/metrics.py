@@ -29,6 +29,7 @@ from jaxpd import compiles
 from jaxpd.errors import JaxpdError
 from jaxpd.life import Stage
 from jaxpd.request import Event, FinishEvent, FinishReason, Request, TokensEvent
+from serving.callers import Keys
 from serving.gateway import State
 from serving.histogram import BETWEEN_TOKENS, COMPILE, MESSAGE, REQUEST, STAGE, TOKENS, TTFT, Histogram
 from serving.metric_families import Families
@@ -66,9 +67,13 @@ class _Watched:
 
 
 class Metrics(Observer):
-    """Counts for one gateway. Methods are the event loop's, but `render`, which any thread may call."""
+    """Counts for one gateway. Methods are the event loop's, but `render`, which any thread may call.
 
-    def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
+    With `keys` those who came without one count as refused, too: the gateway never hears of them.
+    """
+
+    def __init__(self, keys: Keys | None = None, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self.keys = keys
         self.source: Source | None = None
         self._clock = clock
         self._watched: dict[str, _Watched] = {}

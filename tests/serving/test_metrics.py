@@ -16,10 +16,11 @@ from prometheus_client.parser import text_string_to_metric_families as parse_tex
 
 from jaxpd import compiles
 from jaxpd.cache.prefix import PrefixStats
-from jaxpd.errors import Internal, InvalidArgument, JaxpdError, ResourceExhausted
+from jaxpd.errors import Internal, InvalidArgument, JaxpdError, ResourceExhausted, Unauthenticated
 from jaxpd.life import Life, Stage
 from jaxpd.request import FinishEvent, FinishReason, Request, SamplingParams, TokensEvent, Usage
 from jaxpd.stats import EngineStats, PoolStats, ReplicaStats
+from serving.callers import Caller, Keys
 from serving.gateway import Gateway, State
 from serving.histogram import Histogram
 from serving.messages import GenerateRequest
@@ -177,6 +178,16 @@ def test_refusals_are_counted_by_code(metrics: Metrics, scraped: Scraped) -> Non
     assert seen[key("jaxpd:requests_total", front="http", operation="chat")] == 1
     kinds = JaxpdError.__subclasses__()
     assert {kind.code.lower() for kind in kinds} == set(CODES), "every kind of error starts at zero"
+
+
+def test_who_comes_without_a_key_is_counted(scraped: Scraped) -> None:
+    keys = Keys({"right": Caller(name="alice")})
+    metrics = Metrics(keys)
+    for token, fine in (("right", True), ("wrong", False), (None, False)):
+        with contextlib.nullcontext() if fine else pytest.raises(Unauthenticated):
+            keys.find(token)
+    assert scraped(metrics)[key("jaxpd:admission_rejections_total", reason="unauthenticated")] == 2
+    metrics.close()
 
 
 def test_a_program_compiled_while_serving_is_told_from_one_before(scripted: Any, scraped: Scraped) -> None:

@@ -36,7 +36,8 @@ from serving.observer import Origin
 from serving.tracing import Tracing
 
 Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
-DASHBOARD = pathlib.Path(__file__).parents[2] / "docs" / "grafana" / "jaxpd.json"
+DOCS = pathlib.Path(__file__).parents[2] / "docs"
+DASHBOARD = DOCS / "grafana" / "jaxpd.json"
 ORIGIN = Origin(front="grpc", operation="generate")
 LIMITS: dict[str, Any] = {
     "prefill_mesh": "1x1",
@@ -326,3 +327,21 @@ def test_every_query_of_the_dashboard_finds_something(story: Story) -> None:
     shown = {re.sub(r"_(bucket|count|sum)$", "", name) for name in asked}
     unshown = {re.sub(r"_(bucket|count|sum)$", "", name) for name in labels if not name.startswith("process_")} - shown
     assert unshown <= {"vllm:cache_config_info"}, "the dashboard shows all there is"
+
+
+def test_the_documentation_has_a_row_for_each_metric_with_its_labels(story: Story) -> None:
+    rows = re.findall(r"^\| `(\S+)` \| (\w+) \| ([\w, ]*?) ?\|", (DOCS / "observability.md").read_text(), re.MULTILINE)
+    described = {name: (kind, set(labels.replace(" ", "").split(",")) - {""}) for name, kind, labels in rows}
+    exported: dict[str, tuple[str, set[str]]] = {}
+    for name, pairs in story.meanwhile[-1]:
+        if name.startswith("process_") or name.endswith(("_sum", "_count")):
+            continue
+        labels = {label for label, _ in pairs} - {"le"}
+        if name.endswith("_bucket"):
+            family, kind = name.removesuffix("_bucket"), "histogram"
+        elif name.endswith("_total") and name not in CONSTANT:
+            family, kind = name.removesuffix("_total"), "counter"
+        else:
+            family, kind = name, "gauge"
+        exported[family] = kind, labels
+    assert described == exported

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Iterator
 
@@ -92,6 +93,11 @@ def test_metrics_traces_and_a_log_of_json(tmp_path: pathlib.Path, collector: tup
             text, kind = ask(f"{url}/metrics", accept="application/openmetrics-text;version=1.0.0")
             assert kind.startswith("application/openmetrics-text") and text.endswith("# EOF\n")
             assert 'vllm:generation_tokens_total{model_name="smollm2"} 5.0' in text.splitlines()
+            with pytest.raises(urllib.error.HTTPError, match="400"):
+                ask(f"{url}/v1/completions", body={**body, "max_tokens": 5000})
+            text, _ = ask(f"{url}/metrics")
+            line = 'jaxpd:admission_rejections_total{model_name="smollm2",reason="invalid_argument"} 1.0'
+            assert line in text.splitlines()
             process.send_signal(signal.SIGTERM)
             assert process.wait(60) == 0, log.read_text()
         finally:
