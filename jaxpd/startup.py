@@ -250,7 +250,7 @@ def _on_monitoring_event(event: str, **_: object) -> None:
         _hits.count = getattr(_hits, "count", 0) + 1
 
 
-def _on_monitoring_duration(event: str, duration_secs: float, **_: str | int) -> None:
+def _on_monitoring_duration(event: str, duration_secs: float, **_: object) -> None:
     if event == "/jax/core/compile/backend_compile_duration":
         compiled(duration_secs)
 
