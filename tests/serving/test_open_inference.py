@@ -216,7 +216,7 @@ def test_only_the_outputs_that_were_asked_for(served: Served) -> None:
         assert [tensor.name for tensor in answer.outputs] == ["completion_tokens", "text_output"]
         asked.outputs.add(name="logits")
         code, details = await refused(stub.ModelInfer(asked))
-        assert code is grpc.StatusCode.INVALID_ARGUMENT and "outputs asks for 'logits'; there are text_output" in details
+        assert code is grpc.StatusCode.INVALID_ARGUMENT and "asks for 'logits'; there are text_output" in details
 
     asking(served, work)
 
