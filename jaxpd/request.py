@@ -12,7 +12,7 @@ import enum
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
-from jaxpd.errors import InvalidArgument, JaxpdError
+from jaxpd.errors import InvalidArgument, JaxpdError, TooLong
 from jaxpd.structured import StructuredOutput
 
 if TYPE_CHECKING:
@@ -158,7 +158,7 @@ class Request:
         check_salt(self.cache_salt)
         total = len(self.prompt_ids) + self.params.max_tokens
         if total > max_model_len:
-            raise InvalidArgument(
+            raise TooLong(
                 f"max_tokens={self.params.max_tokens} with a prompt of {len(self.prompt_ids)} tokens makes {total}, "
                 f"above the limit of {max_model_len} (--max-model-len); shorten the prompt or lower max_tokens",
                 field="max_tokens",

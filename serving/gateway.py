@@ -16,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
+import dataclasses
 import enum
 import logging
 import time
@@ -178,7 +179,7 @@ class Gateway:
                 for end in _aborted(understood):
                     yield end
                 return
-            reader = Reader(live, understood, model, want_timeline=bool(asked.want_timeline))
+            reader = Reader(live, understood, model, want_timeline=bool(asked.want_timeline), shown_ids=asked.shown_ids)
             while not reader.finished:
                 await live.wake.wait()
                 live.wake.clear()
@@ -189,6 +190,7 @@ class Gateway:
                     if isinstance(message, Tokens):
                         self._observers.sent(message.count)
                     yield message
+            self._observers.detokenized(reader.detokenize_s)
         finally:
             if live is not None:
                 self._leave(live)
@@ -364,6 +366,8 @@ class Gateway:
             else:
                 waiting.finish = event
                 assert live.request is not None
+                if waiting.stopped:
+                    event = dataclasses.replace(event, reason=FinishReason.STOP, error=None)
                 self._observers.finished(live.request, live.origin, event)
                 if live.left and live.finished and not live.submitting:
                     self._forget(live)

@@ -2,7 +2,9 @@
 
     arrived -> refused
        |
-       +-----> submitted -> [progressed, sent]* -> finished, once a sample
+       +-----> submitted -> [progressed, sent]* -> finished, once a sample -> detokenized
+
+The first events of a request may come before `submitted`: the engine is quick where the gateway submits in a thread.
 
 All methods are called on the gateway's event loop and must not block.
 """
@@ -54,7 +56,13 @@ class Observer:
         """A message with so many tokens went to a front."""
 
     def finished(self, request: Request, origin: Origin, event: FinishEvent) -> None:
-        """One sample of it has ended. `event.life` has all that happened, with times."""
+        """One sample of it has ended. `event.life` has all that happened, with times.
+
+        `event.reason` is STOP for one that the gateway has ended at a stop string.
+        """
+
+    def detokenized(self, seconds: float) -> None:
+        """A request was read to its end; turning its ids into text took so long in all."""
 
 
 class Observers(Observer):
@@ -80,6 +88,9 @@ class Observers(Observer):
 
     def finished(self, request: Request, origin: Origin, event: FinishEvent) -> None:
         self._tell("finished", request, origin, event)
+
+    def detokenized(self, seconds: float) -> None:
+        self._tell("detokenized", seconds)
 
     def _tell(self, what: str, *told: Any) -> None:
         for observer in self._all:

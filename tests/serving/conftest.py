@@ -84,3 +84,19 @@ def served(opened: Callable[..., Any]) -> Callable[..., Any]:
             engine.close()
 
     return serve
+
+
+@pytest.fixture(scope="session")
+def scraped() -> Callable[[Any], dict[tuple[str, frozenset[tuple[str, str]]], float]]:
+    """`scraped(metrics)` -> {(sample name, labels without model_name): value}, read as Prometheus would."""
+    from prometheus_client.parser import text_string_to_metric_families
+
+    def scrape(metrics: Any) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
+        text = metrics.render()[0].decode()
+        return {
+            (sample.name, frozenset((k, v) for k, v in sample.labels.items() if k != "model_name")): sample.value
+            for family in text_string_to_metric_families(text)
+            for sample in family.samples
+        }
+
+    return scrape
