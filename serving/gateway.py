@@ -49,16 +49,13 @@ from serving.model import ServedModel
 from serving.observer import Observer, Observers, Origin
 from serving.pace import Pace
 from serving.stream import Live, Reader, Waiting
-from serving.understand import check_response, check_sizes, params_of, prompt_characters, prompt_ids_of
+from serving.understand import LONG_PROMPT, check_response, check_sizes, params_of, prompt_characters, prompt_ids_of
 
 if TYPE_CHECKING:
     from jaxpd.stats import EngineStats
 
 logger = logging.getLogger(__name__)
 
-# A prompt of more characters is tokenized in a thread, and one of more tokens submitted in one, so that nobody's tokens
-# wait for it.
-LONG_PROMPT = 4096
 SUBMITTING_THREADS = 2
 HERE = Origin()  # a caller in this process
 

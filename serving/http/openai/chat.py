@@ -19,7 +19,7 @@ from jaxpd.request import MAX_LOGPROBS
 from jaxpd.structured import StructuredOutput
 from jaxpd.text import prompt_text
 from jaxpd.tokenizer import Tokenizer
-from serving.gateway import LONG_PROMPT, Gateway
+from serving.gateway import Gateway
 from serving.http.openai.answering import Answering, Call, call_of, stream, whole
 from serving.http.openai.asked import check_model, checked_messages, only_one, sampling_of, structured_of
 from serving.http.openai.chat_reply import ChatReply, ChatWriter
@@ -29,7 +29,7 @@ from serving.messages import GenerateRequest
 from serving.model import ServedModel
 from serving.parsing import Parser, Tools, forced_answer, forced_calls, make_parser, marker_token_ids, read_tools
 from serving.parsing.formats import reasoning_marks
-from serving.understand import prompt_characters
+from serving.understand import LONG_PROMPT, prompt_characters
 
 
 def make_router(gateway: Gateway) -> APIRouter:
