@@ -43,7 +43,7 @@ TOO_MUCH: dict[str, dict[str, Any]] = {
     "logit_bias holds 301 tokens, the limit is 300": {"logit_bias": {1000 + i: 0.0 for i in range(301)}},
     "65537 bytes, the limit for kind=json_schema is 65536": schema('{"a":"' + "x" * (65537 - 8) + '"}'),
     "is nested deeper than 100 levels; use $ref": schema('{"a":' + "[" * 100 + "]" * 100 + "}"),
-    '\'{"a":[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[...]]]]': schema('{"a":' + "[" * 30_000 + "]" * 30_000 + "}"),
+    "]]]]}' is nested deeper than 100 levels": schema('{"a":' + "[" * 30_000 + "]" * 30_000 + "}"),
     "8193 bytes, the limit for kind=regex is 8192": {"structured": StructuredOutput(kind=REGEX, text="a" * 8193)},
     "holds 1001 strings, it must be 1 to 1000": {"structured": StructuredOutput(kind=CHOICE, choices=("a",) * 1001)},
     "cache_salt has 257 characters, the limit is 256": {"text": "short", "cache_salt": "x" * 257},
