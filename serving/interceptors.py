@@ -9,6 +9,7 @@ A caller without a valid key is refused before its message is parsed. Metrics an
 
 from __future__ import annotations
 
+import asyncio
 import contextvars
 import dataclasses
 import logging
@@ -94,12 +95,17 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
                 return await handle(message, context)
             except grpc.aio.AbortError:
                 raise
+            except grpc.aio.BaseError:  # the call has ended while its handler still wanted to say something
+                raise asyncio.CancelledError from None
             except Exception as error:
                 status, details, trailers = _status_of(error, method, this.request_id)
             finally:
                 if this.claims_id:
                     self._claimed.discard(this.request_id)
-            await context.abort(status, details, trailing_metadata=trailers)
+            try:
+                await context.abort(status, details, trailing_metadata=trailers)
+            except (grpc.aio.UsageError, grpc.aio.InternalError):
+                raise asyncio.CancelledError from None
 
         return call
 
