@@ -2,11 +2,29 @@
 //
 //   idle -- send --> waiting -- first token --> streaming -- [DONE] | Stop | error --> idle
 
-import { ServerError, ask, duration, events, make, opaque, wordsOf } from "./net.js";
+import { ServerError, ask, duration, events, make, newId, opaque, wordsOf } from "./net.js";
 import { strip } from "./timeline.js";
 
 const at = (id) => document.getElementById(id);
 const REASONS = { length: "reached max tokens", abort: "ended by the server", content_filter: "filtered" };
+
+/** What is known of an answer. Times of `tokens` and `stages` are seconds since it was sent. */
+function newRecord() {
+  return {
+    sentAt: performance.now(),
+    endedAt: null,
+    ids: new Set(),
+    names: new Set(),
+    tokens: [],
+    count: 0,
+    stages: [],
+    usage: null,
+    timings: null,
+    timeline: null,
+    done: false,
+    outcome: null,
+  };
+}
 
 /** `show(record)` at every change of an answer, `mine(name)` with what /live calls it, `needKey()` on a 401. */
 export function makeChat({ show, mine, needKey }) {
@@ -16,6 +34,7 @@ export function makeChat({ show, mine, needKey }) {
   let model = null; // the entry of /v1/models
   let turns = []; // what the model is told again each time
   let running = null; // the AbortController of the answer under way
+  let current = null; // its record
 
   async function getModel(signal) {
     if (model === null) {
@@ -42,9 +61,9 @@ export function makeChat({ show, mine, needKey }) {
     const question = addTurn("user", "You");
     question.body.textContent = text;
     const answer = addTurn("assistant", "Model");
-    const record = { sentAt: performance.now(), tokens: [], count: 0, done: false, outcome: null, timings: null, timeline: null };
+    const record = newRecord();
     const control = new AbortController();
-    begin(control, answer);
+    begin(control, answer, record);
     select(answer, record);
     const told = turns; // a new conversation begins another list
     const growing = setInterval(() => show(record), 100);
@@ -52,8 +71,14 @@ export function makeChat({ show, mine, needKey }) {
       const known = await getModel(control.signal);
       const chatting = known.has_chat_template !== false;
       const body = { ...request(known, chatting, text), ...options() };
+      const id = newId();
+      claim(id, record);
       record.sentAt = performance.now();
-      const response = await ask(chatting ? "v1/chat/completions" : "v1/completions", { body, signal: control.signal });
+      const response = await ask(chatting ? "v1/chat/completions" : "v1/completions", {
+        body,
+        signal: control.signal,
+        headers: { "x-request-id": id },
+      });
       record.outcome = await read(response, answer, record);
       if (chatting) told.push({ role: "user", content: text }, { role: "assistant", content: answer.text.data });
       note(answer, REASONS[record.outcome]);
@@ -100,14 +125,7 @@ export function makeChat({ show, mine, needKey }) {
 
   /** Reads the stream to its end. Returns the finish reason. */
   async function read(response, answer, record) {
-    const header = response.headers.get("x-request-id");
-    const names = new Set();
-    const claim = (id) => {
-      if (!id || names.has(id)) return;
-      names.add(id);
-      opaque(id).then((name) => name && mine(name));
-    };
-    claim(header);
+    claim(response.headers.get("x-request-id"), record);
     let reason = null;
     let complete = false;
     for await (const data of events(response)) {
@@ -117,7 +135,7 @@ export function makeChat({ show, mine, needKey }) {
       }
       const chunk = JSON.parse(data);
       if (chunk.error) throw new ServerError(wordsOf(chunk.error) ?? "The answer failed.", { status: 500 });
-      claim(chunk.id?.slice(chunk.id.indexOf("-") + 1));
+      claim(chunk.id?.slice(chunk.id.indexOf("-") + 1), record);
       record.timings = chunk.timings ?? record.timings;
       record.timeline = chunk.timeline ?? record.timeline;
       record.usage = chunk.usage ?? record.usage;
@@ -132,6 +150,17 @@ export function makeChat({ show, mine, needKey }) {
     }
     if (!complete && reason === null) throw new ServerError("The connection to the server was lost.");
     return reason ?? "stop";
+  }
+
+  /** Whatever the server calls a request of this page: its dot and its pages are marked in the picture. */
+  function claim(id, record) {
+    if (!id || record.ids.has(id)) return;
+    record.ids.add(id);
+    opaque(id).then((name) => {
+      if (name === null) return;
+      record.names.add(name);
+      mine(name);
+    });
   }
 
   /** Notes when tokens came. Where the server counts along, a message may hold several or none. */
@@ -153,8 +182,9 @@ export function makeChat({ show, mine, needKey }) {
     return { article, body, text: null, thought: null };
   }
 
-  function begin(control, answer) {
+  function begin(control, answer, record) {
     running = control;
+    current = record;
     answer.text = document.createTextNode("");
     answer.body.append(answer.text);
     answer.article.setAttribute("aria-busy", "true"); // read aloud when it is whole, not word by word
@@ -286,6 +316,13 @@ export function makeChat({ show, mine, needKey }) {
         this.asked = true;
         getModel().catch(() => {}); // the first question asks again, and says what is wrong
       }
+    },
+    /** What a reading says of the answer under way, until the server's own record is there. */
+    watch(reading) {
+      if (!running) return;
+      const own = reading.sequences.find((seq) => current.names.has(seq.id));
+      if (!own || current.stages.at(-1)?.state === own.state) return;
+      current.stages.push({ state: own.state, at: (performance.now() - current.sentAt) / 1000 });
     },
     forgetModel() {
       model = null;

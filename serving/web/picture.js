@@ -5,7 +5,7 @@
 
 import { make } from "./net.js";
 
-const MAX_CELLS = 160; // squares in one card; each stands for several pages where there are more
+const MAX_CELLS = 192; // squares in one card; each stands for several pages where there are more
 const MAX_CHIPS = 8;
 const MAX_QUEUED = 18; // dots in the queue; the others are counted
 const STAGE = { queued: "queue", prefilling: "prefill", offered: "transfer", decoding: "decode" };
@@ -215,6 +215,7 @@ function replicaRow(pool, replica, r, most) {
   const each = Math.max(Math.ceil(replica.total / most), 1);
   const cells = Array.from({ length: Math.ceil(replica.total / each) }, () => make("i", "cell free"));
   const grid = make("div", "pages");
+  grid.style.setProperty("--cell", `${cells.length > 96 ? 8 : cells.length > 48 ? 10 : 13}px`);
   grid.setAttribute("aria-hidden", "true");
   grid.append(...cells);
   const caption = make("p", "hint caption");
@@ -245,7 +246,8 @@ function drawPages(parts, reading, own) {
       const busy = there.size > 0;
       made.chips.classList.toggle("busy", busy);
       const each = made.each > 1 ? `, a square is ${made.each} pages` : "";
-      setText(made.caption, `${used} of ${replica.total} pages · ${replica.slots_used} of ${replica.slots} slots${each}`);
+      const which = pool.dp > 1 ? `replica ${r + 1} · ` : "";
+      setText(made.caption, `${which}${used} of ${replica.total} pages · ${replica.slots_used} of ${replica.slots} slots${each}`);
       const words =
         `Replica ${r + 1} of ${pool.dp}, ${pool.tp} device${pool.tp > 1 ? "s" : ""}: ${used} of ${replica.total} pages in use, ` +
         `${replica.cached} kept for later prompts; ${replica.slots_used} of ${replica.slots} slots`;

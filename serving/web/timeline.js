@@ -6,8 +6,8 @@
 import { duration, make } from "./net.js";
 
 const SVG = "http://www.w3.org/2000/svg";
-const ROW = 34;
-const BAR = 18;
+const ROW = 30;
+const BAR = 17;
 const TOP = 26; // room for the names of the two lines
 const AXIS = 26;
 const ROWS = { queue: "Queue", prefill: "Prefill", transfer: "Transfer", decode: "Decode" };
@@ -63,7 +63,7 @@ export function strip(record) {
   const element = svgNode("svg", { class: "strip", viewBox: "0 0 100 6", preserveAspectRatio: "none", "aria-hidden": "true" });
   const end = picture.end || 1;
   for (const bar of picture.bars) {
-    if (bar.stage === "transfer") continue;
+    if (bar.row === "transfer") continue;
     const x = (100 * bar.from) / end;
     element.append(svgNode("rect", { class: `bar ${bar.stage}`, x, y: 0, width: Math.max((100 * (bar.to - bar.from)) / end, 0.6), height: 6 }));
   }
@@ -87,17 +87,27 @@ export function spans(record, shared) {
   if (record.timeline?.length) return { ...seen, ...fromMoments(record.timeline, timings, tokens) };
   if (timings) return { ...seen, ...fromTimings(timings, tokens, shared) };
   const end = record.done ? (tokens.at(-1) ?? now) : now;
-  if (first === null) {
-    seen.bars.push({ stage: "waiting", row: "queue", from: 0, to: end, label: "waiting for the first token" });
-  } else {
-    seen.bars.push({ stage: "waiting", row: "queue", from: 0, to: first, label: "queue, prefill and the way to the server" });
-    seen.bars.push({ stage: "decode", row: "decode", from: first, to: end, label: "tokens as they came" });
-  }
+  seen.bars = asSeen(record.stages, first, end);
   seen.end = end;
   seen.source = record.done
     ? "As the page saw it: the server's own record comes with the end of a whole answer."
     : "As the page sees it; the server's own record comes with the end of the answer.";
   return seen;
+}
+
+/** Bars of what the live readings said, as exact as those are. */
+function asSeen(stages, first, end) {
+  const names = { queued: "queue", prefilling: "prefill", offered: "transfer", decoding: "decode" };
+  const steps = stages.map(({ state, at }) => ({ stage: names[state], at }));
+  if (steps[0]?.stage !== "queue") steps.unshift({ stage: "queue", at: 0 });
+  steps[0].at = 0;
+  if (first !== null && !steps.some((step) => step.stage === "transfer" || step.stage === "decode")) {
+    steps.push({ stage: "decode", at: first });
+  }
+  return steps.map(({ stage, at }, i) => {
+    const to = Math.max(i + 1 < steps.length ? steps[i + 1].at : end, at);
+    return { stage: `${stage} rough`, row: stage, from: at, to, label: `${ROWS[stage]}, about` };
+  });
 }
 
 function fromMoments(moments, timings, tokens) {
@@ -254,10 +264,9 @@ function lines(picture, shown, x, height, add) {
     add("text", { class: "moment-name", x: x(t), y: 11, "text-anchor": anchor }, name);
   };
   const fits = (t) => t !== null && t !== undefined && t <= shown;
-  if (fits(ttft)) line(ttft, "TTFT", fits(ttst) && x(ttst) - x(ttft) < 44 && x(ttft) > 110 ? "end" : x(ttft) < 90 ? "start" : "middle");
-  if (fits(ttst) && (x(ttst) - x(ttft) >= 44 || x(ttft) > 110)) {
-    line(ttst, "TTST", x(ttst) - x(ttft) < 44 ? "start" : "middle");
-  }
+  const close = fits(ttst) && x(ttst) - x(ttft) < 44;
+  if (fits(ttft)) line(ttft, "TTFT", close ? "end" : "middle");
+  if (fits(ttst)) line(ttst, "TTST", close ? "start" : "middle");
 }
 
 function numbers(picture, record) {
