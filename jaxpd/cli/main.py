@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 import typer.core
 
-from jaxpd.cli import convert, env, generate, serve
+from jaxpd.cli import bench, convert, env, generate, serve
 from jaxpd.errors import JaxpdError
 from jaxpd.version import __version__
 
@@ -85,6 +85,7 @@ app.command("serve")(serve.serve)
 app.command("generate")(generate.generate)
 app.command("convert")(convert.convert)
 app.command("env")(env.env)
+app.add_typer(bench.app, name="bench")
 
 
 def main() -> None:
