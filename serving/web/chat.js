@@ -136,11 +136,11 @@ export function makeChat({ show, mine, needKey }) {
       const chunk = JSON.parse(data);
       if (chunk.error) throw new ServerError(wordsOf(chunk.error) ?? "The answer failed.", { status: 500 });
       claim(chunk.id?.slice(chunk.id.indexOf("-") + 1), record);
-      record.timings = chunk.timings ?? record.timings;
-      record.timeline = chunk.timeline ?? record.timeline;
       record.usage = chunk.usage ?? record.usage;
       const choice = chunk.choices?.[0];
       if (!choice) continue;
+      record.timings = choice.timings ?? record.timings;
+      record.timeline = choice.timeline ?? record.timeline;
       const thought = choice.delta?.reasoning_content;
       const text = choice.delta?.content ?? choice.text;
       if (thought) addThought(answer, thought);
@@ -229,9 +229,9 @@ export function makeChat({ show, mine, needKey }) {
   }
 
   function fail(answer, error, text) {
-    const box = make("p", "error", error.message);
+    const again = error.retryAfter ? `${/[.!?]$/.test(error.message) ? "" : "."} Try again in ${error.retryAfter} s.` : "";
+    const box = make("p", "error", error.message + again);
     box.setAttribute("role", "alert");
-    if (error.retryAfter) box.append(` Try again in ${error.retryAfter} s.`);
     answer.article.append(box);
     answer.article.classList.add("failed");
     if (!answer.text.data) answer.body.remove();

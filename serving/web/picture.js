@@ -215,7 +215,8 @@ function replicaRow(pool, replica, r, most) {
   const each = Math.max(Math.ceil(replica.total / most), 1);
   const cells = Array.from({ length: Math.ceil(replica.total / each) }, () => make("i", "cell free"));
   const grid = make("div", "pages");
-  grid.style.setProperty("--cell", `${cells.length > 96 ? 8 : cells.length > 48 ? 10 : 13}px`);
+  const all = cells.length * pool.dp;
+  grid.style.setProperty("--cell", `${all > 128 ? 8 : all > 48 ? 10 : 13}px`);
   grid.setAttribute("aria-hidden", "true");
   grid.append(...cells);
   const caption = make("p", "hint caption");
@@ -247,7 +248,7 @@ function drawPages(parts, reading, own) {
       made.chips.classList.toggle("busy", busy);
       const each = made.each > 1 ? `, a square is ${made.each} pages` : "";
       const which = pool.dp > 1 ? `replica ${r + 1} · ` : "";
-      setText(made.caption, `${which}${used} of ${replica.total} pages · ${replica.slots_used} of ${replica.slots} slots${each}`);
+      setText(made.caption, `${which}${used}/${replica.total} pages · ${replica.slots_used}/${replica.slots} slots${each}`);
       const words =
         `Replica ${r + 1} of ${pool.dp}, ${pool.tp} device${pool.tp > 1 ? "s" : ""}: ${used} of ${replica.total} pages in use, ` +
         `${replica.cached} kept for later prompts; ${replica.slots_used} of ${replica.slots} slots`;

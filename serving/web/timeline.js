@@ -274,22 +274,24 @@ function numbers(picture, record) {
   const count = record.usage?.completion_tokens ?? record.count;
   const { tokens } = picture;
   const pace = tokens.length > 1 ? (tokens.at(-1) - tokens[0]) / (tokens.length - 1) : null;
-  const hidden = timings.transfer_exposed_s != null ? `, exposed ${duration(timings.transfer_exposed_s)}` : "";
+  const exposed = timings.transfer_exposed_s != null ? `${duration(timings.transfer_exposed_s)} exposed` : "";
   const entries = [
     ["Queue", "Arrival to reservation", duration(timings.queue_s), "queue"],
     ["Prefill", "Reservation to first token", duration(timings.prefill_s), "prefill"],
-    ["Transfer", "First pages offered to all accepted; exposed is what the answer waits for", duration(timings.transfer_s) + hidden, "transfer"],
+    ["Transfer", "First pages offered to all accepted; exposed is what the answer waits for", duration(timings.transfer_s), "transfer", exposed],
     ["Decode", "Ready to decode to last token", duration(timings.decode_s), "decode"],
     ["TTFT", "Time to first token, from arrival", duration(picture.ttft), ""],
     ["TTST", "Time to second token: with the hand-off and the first decode step", duration(picture.ttst), ""],
     ["TPOT", "Time per output token after the first", duration(pace), ""],
     ["Tokens", "Of the prompt and of the answer", `${record.usage?.prompt_tokens ?? "–"} in, ${count} out`, ""],
   ];
-  return entries.map(([name, meaning, value, stage]) => {
+  return entries.map(([name, meaning, value, stage, more]) => {
     const box = make("div", stage);
     const term = make("dt", "", name);
     term.title = meaning;
-    box.append(term, make("dd", "", value));
+    const number = make("dd", "", value);
+    if (more) number.append(" ", make("small", "", more));
+    box.append(term, number);
     return box;
   });
 }
