@@ -16,6 +16,8 @@ const timeline = makeTimeline({
   note: at("timeline-note"),
   times: at("times"),
   legend: at("timeline-legend"),
+  zoom: at("zoom"),
+  empty: at("stages"),
   all: at("zoom-all"),
   start: at("zoom-start"),
 });
@@ -82,7 +84,10 @@ function shown(reading) {
   if (model) chat.ready(model.name);
   chat.watch(reading);
   picture.draw(reading);
-  timeline.mode(reading.pools.some((pool) => pool.role === "mixed"));
+  const shared = reading.pools.some((pool) => pool.role === "mixed");
+  timeline.mode(shared);
+  document.body.classList.toggle("shared", shared);
+  if (shared) at("what").textContent = "This server prefills and decodes on one mesh. Watch its pages fill.";
 }
 
 function state(name, words) {

@@ -13,7 +13,7 @@ const AXIS = 26;
 const ROWS = { queue: "Queue", prefill: "Prefill", transfer: "Transfer", decode: "Decode" };
 
 /** `show(record)` draws an answer; `mode(shared)` says whether one mesh does both, so that nothing is transferred. */
-export function makeTimeline({ chart, note, times, legend, all, start }) {
+export function makeTimeline({ chart, note, times, legend, zoom, empty, all, start }) {
   let record = null;
   let shared = false;
   let zoomed = false;
@@ -22,21 +22,22 @@ export function makeTimeline({ chart, note, times, legend, all, start }) {
     if (!record) return;
     if (!record.done && chart.contains(document.activeElement)) return; // leave what somebody reads by keyboard alone
     const picture = spans(record, shared);
-    for (const element of [chart, times, legend]) element.hidden = false;
+    for (const element of [chart, times, legend, zoom]) element.hidden = false;
+    empty.hidden = true;
     note.textContent = picture.source;
     note.hidden = !picture.source;
     chart.replaceChildren(svg(picture, Math.max(chart.clientWidth, 260), zoomed, shared));
     times.replaceChildren(...numbers(picture, record));
   }
 
-  function zoom(to) {
+  function look(to) {
     zoomed = to;
     all.setAttribute("aria-pressed", String(!to));
     start.setAttribute("aria-pressed", String(to));
     draw();
   }
-  all.addEventListener("click", () => zoom(false));
-  start.addEventListener("click", () => zoom(true));
+  all.addEventListener("click", () => look(false));
+  start.addEventListener("click", () => look(true));
   let width = 0;
   new ResizeObserver(() => {
     if (chart.clientWidth === width) return;
@@ -273,7 +274,9 @@ function numbers(picture, record) {
   const timings = record.timings ?? {};
   const count = record.usage?.completion_tokens ?? record.count;
   const { tokens } = picture;
-  const pace = tokens.length > 1 ? (tokens.at(-1) - tokens[0]) / (tokens.length - 1) : null;
+  // By the server's clock where it is known: several tokens may arrive in one message.
+  const span = timings.decode_s != null ? (timings.transfer_exposed_s ?? 0) + timings.decode_s : tokens.at(-1) - tokens[0];
+  const pace = count > 1 && Number.isFinite(span) ? span / (count - 1) : null;
   const exposed = timings.transfer_exposed_s != null ? `${duration(timings.transfer_exposed_s)} exposed` : "";
   const entries = [
     ["Queue", "Arrival to reservation", duration(timings.queue_s), "queue"],
