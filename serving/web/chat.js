@@ -81,7 +81,7 @@ export function makeChat({ show, mine, needKey }) {
       });
       record.outcome = await read(response, answer, record);
       if (chatting) told.push({ role: "user", content: text }, { role: "assistant", content: answer.text.data });
-      note(answer, REASONS[record.outcome]);
+      note(answer, answer.text.data || answer.thought ? REASONS[record.outcome] : "no text");
       say(`The answer is complete: ${record.count} tokens.`);
     } catch (error) {
       if (error.name === "AbortError") {
@@ -246,7 +246,7 @@ export function makeChat({ show, mine, needKey }) {
     button.type = "button";
     const first = record.timings?.ttft_s ?? record.tokens[0] ?? null;
     const rate = record.count > 1 ? (record.count - 1) / (record.tokens.at(-1) - record.tokens[0]) : null;
-    const words = [`first token ${duration(first)}`, `${record.count} tokens`];
+    const words = [`first token ${duration(first)}`, `${record.count} ${record.count === 1 ? "token" : "tokens"}`];
     if (rate !== null && Number.isFinite(rate)) words.push(`${rate.toFixed(rate < 10 ? 1 : 0)} tokens/s`);
     button.append(strip(record), make("span", "", words.join(" · ")));
     button.dataset.tip = "Show the timeline of this answer";

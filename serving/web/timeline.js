@@ -80,8 +80,7 @@ export function strip(record) {
 export function spans(record, shared) {
   const timings = record.timings;
   const first = record.tokens[0] ?? null;
-  // The page's clock and the server's meet at the first token, so that the way to the server is left out.
-  const shift = timings?.ttft_s != null && first !== null ? first - timings.ttft_s : 0;
+  const shift = clockShift(record);
   const tokens = record.tokens.map((t) => t - shift);
   const now = ((record.done ? record.endedAt : performance.now()) - record.sentAt) / 1000;
   const seen = { bars: [], chunks: [], exposed: [], marks: [], tokens, ttft: tokens[0] ?? null, ttst: tokens[1] ?? null, source: "" };
@@ -94,6 +93,15 @@ export function spans(record, shared) {
     ? "As the page saw it: the server's own record comes with the end of a whole answer."
     : "As the page sees it; the server's own record comes with the end of the answer.";
   return seen;
+}
+
+/** How much later than the server the page began to count. No token arrives before it was made, neither the first nor
+ * the last, so the smaller of the two differences is as near as the page can know. */
+function clockShift({ tokens, timings, timeline }) {
+  if (timings?.ttft_s == null || !tokens.length) return 0;
+  const made = timeline?.at(-1)?.at_s ?? null;
+  const shift = tokens[0] - timings.ttft_s;
+  return made === null ? shift : Math.min(shift, tokens.at(-1) - made);
 }
 
 /** Bars of what the live readings said, as exact as those are. */
@@ -253,16 +261,17 @@ function svg(picture, width, zoomed, shared) {
     const path = ticks.map((t) => `M${x(t).toFixed(1)} ${top - 1}v${BAR + 2}`).join("");
     add("path", { class: `tokens${ticks.length > (width - left) / 4 ? " dense" : ""}`, d: path });
   }
-  lines(picture, shown, x, height, add);
+  lines(picture, shown, x, width, height, add);
   return root;
 }
 
 /** The lines of first and second token; close together, their names stand on either side. */
-function lines(picture, shown, x, height, add) {
+function lines(picture, shown, x, width, height, add) {
   const { ttft, ttst } = picture;
   const line = (t, name, anchor) => {
     add("line", { class: "moment", x1: x(t), x2: x(t), y1: 16, y2: height - AXIS });
-    add("text", { class: "moment-name", x: x(t), y: 11, "text-anchor": anchor }, name);
+    const side = x(t) + 18 > width ? "end" : anchor;
+    add("text", { class: "moment-name", x: x(t), y: 11, "text-anchor": side }, name);
   };
   const fits = (t) => t !== null && t !== undefined && t <= shown;
   const close = fits(ttst) && x(ttst) - x(ttft) < 44;
@@ -286,7 +295,7 @@ function numbers(picture, record) {
     ["TTFT", "Time to first token, from arrival", duration(picture.ttft), ""],
     ["TTST", "Time to second token: with the hand-off and the first decode step", duration(picture.ttst), ""],
     ["TPOT", "Time per output token after the first", duration(pace), ""],
-    ["Tokens", "Of the prompt and of the answer", `${record.usage?.prompt_tokens ?? "–"} in, ${count} out`, ""],
+    ["Tokens", "Of the prompt and of the answer", record.usage ? `${record.usage.prompt_tokens} in, ${count} out` : `${count} out`, ""],
   ];
   return entries.map(([name, meaning, value, stage, more]) => {
     const box = make("div", stage);
