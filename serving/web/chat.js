@@ -35,6 +35,7 @@ export function makeChat({ show, mine, needKey }) {
   let turns = []; // what the model is told again each time
   let running = null; // the AbortController of the answer under way
   let current = null; // its record
+  let shown = null; // the record that the timeline shows
 
   async function getModel(signal) {
     if (model === null) {
@@ -66,7 +67,7 @@ export function makeChat({ show, mine, needKey }) {
     begin(control, answer, record);
     select(answer, record);
     const told = turns; // a new conversation begins another list
-    const growing = setInterval(() => show(record), 100);
+    const growing = setInterval(() => refresh(record), 100);
     try {
       const known = await getModel(control.signal);
       const chatting = known.has_chat_template !== false;
@@ -203,7 +204,7 @@ export function makeChat({ show, mine, needKey }) {
     at("stop").hidden = true;
     if (stopHadFocus) prompt.focus();
     if (record.outcome !== "failed" || record.count) addSummary(answer, record);
-    show(record);
+    refresh(record);
   }
 
   function addText(answer, text) {
@@ -264,7 +265,13 @@ export function makeChat({ show, mine, needKey }) {
     }
     answer.article.classList.add("selected");
     answer.summary?.setAttribute("aria-pressed", "true");
+    shown = record;
     show(record);
+  }
+
+  /** Shows what is new of an answer, unless somebody looks at another one. */
+  function refresh(record) {
+    if (record === shown) show(record);
   }
 
   function say(words) {

@@ -110,8 +110,9 @@ def staged_engine(scripted: ModuleType) -> Any:
             )
             landed = prompt_pages * max(chunks - 1, 0) // CHUNKS
             computed = prompt * chunks // CHUNKS
+            holds: tuple[Hold, ...] = ()
             if step < 0:
-                state, holds = "queued", ()
+                state = "queued"
             elif running.made == 0:
                 state = "prefilling"
                 holds = (prefill, Hold(role="decode", pool=0, replica=where, pages=pages, filled=landed))

@@ -59,7 +59,8 @@ class Site:
 @contextlib.contextmanager
 def serving(*, keys: Keys | None = None, chat_template: bool = True, opened: bool = True) -> Iterator[Site]:
     scripted, staged = load("scripted_engine"), load("staged_engine")
-    ready, site, loop = threading.Event(), {}, asyncio.new_event_loop()
+    ready, loop = threading.Event(), asyncio.new_event_loop()
+    site: dict[str, Any] = {}
 
     async def main() -> None:
         gateway = Gateway()
@@ -275,7 +276,10 @@ def test_the_timeline_shows_every_stage_of_the_answer(site: Site, open_page: Any
     ask(page, "and another", max_tokens="5")
     done(page)
     expect(page.locator("#times")).to_contain_text("5 out")
+    ask(page, "one that runs while somebody looks at the first", max_tokens="200")
+    expect(page.locator("#times")).not_to_contain_text("5 out")
     page.locator(".summary").first.click()
+    page.wait_for_timeout(300)
     expect(page.locator("#times")).to_contain_text("20 out")
 
 
