@@ -62,21 +62,25 @@ class OpenAIBackend:
         self._tokenizes = False
         self._run_id = secrets.token_hex(4)
 
-    async def open(self, *, synthetic: bool) -> About:
-        """See `records.Backend`."""
+    async def connect(self) -> None:
+        """Makes the connection pool; nothing is sent."""
         target, http = self._target, self._aiohttp
         headers = {"Content-Type": "application/json"}
         if target.api_key is not None:
             headers["Authorization"] = f"Bearer {target.api_key}"
         connector = http.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S, ssl=_tls(target))
         self._client = http.ClientSession(
-            connector=connector, headers=headers, timeout=http.ClientTimeout(total=target.timeout_s, connect=None)
+            connector=connector, headers=headers, timeout=http.ClientTimeout(total=target.timeout_s)
         )
+
+    async def open(self, *, synthetic: bool) -> About:
+        """See `records.Backend`."""
+        await self.connect()
         max_model_len = await self._find_model()
         notes = await self._learn_tokens(synthetic)
         notes += await self._check()
         return About(
-            backend=target.backend,
+            backend=self._target.backend,
             address=self._root,
             model=self._model,
             max_model_len=max_model_len,

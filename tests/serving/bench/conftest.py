@@ -78,10 +78,12 @@ def saying() -> Callable[..., Any]:
         async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
                 head = await reader.readuntil(b"\r\n\r\n")
-                length = next((line for line in head.lower().split(b"\r\n") if line.startswith(b"content-length")), b":0")
+                length = next(
+                    (line for line in head.lower().split(b"\r\n") if line.startswith(b"content-length")), b":0"
+                )
                 await reader.readexactly(int(length.split(b":")[1]))
                 if b"/v1/models" in head:
-                    writer.write(b"HTTP/1.0 200 OK\r\ncontent-type: application/json\r\n\r\n" b'{"data": [{"id": "m"}]}')
+                    writer.write(b'HTTP/1.0 200 OK\r\ncontent-type: application/json\r\n\r\n{"data": [{"id": "m"}]}')
                 elif b"/tokenize" in head:
                     writer.write(b"HTTP/1.0 404 No\r\n\r\n")
                 else:

@@ -1,7 +1,7 @@
-"""An OpenAI server without a model, whose delays are known: `python delay_server.py '{"ttft_s": 0.3, ...}'` prints its port.
+"""An OpenAI server without a model, whose delays are known: `delay_server.py '{"ttft_s": 0.3, ...}'` prints its port.
 
-Only the standard library and one loop, so that it starts at once and keeps its times. Token i leaves at arrival + ttft_s +
-i * itl_s on an absolute clock; a message of k tokens leaves when its first is due.
+Only the standard library and one loop, so that it starts at once and keeps its times. Token i leaves at arrival +
+ttft_s + i * itl_s on an absolute clock; a message of k tokens leaves when its first is due.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Server:
         self.headers: list[dict[str, str]] = []
         self.connections = 0
         self.running = self.most = 0
-        self._arrived: collections.deque[float] = collections.deque(maxlen=11)
+        self._arrived: collections.deque[float] = collections.deque(maxlen=21)
         self._server: asyncio.Server | None = None
 
     async def start(self) -> int:
@@ -122,8 +122,8 @@ class Server:
             return
         broken = bool(options.break_every and number and number % options.break_every == 0)
         self._arrived.append(arrived)
-        slow = len(self._arrived) == 11 and options.max_rate is not None
-        slow = slow and 10 / (self._arrived[-1] - self._arrived[0]) > (options.max_rate or 0)
+        slow = len(self._arrived) == 21 and options.max_rate is not None
+        slow = slow and 20 / (self._arrived[-1] - self._arrived[0]) > (options.max_rate or 0)
         first_s = arrived + (options.slow_ttft_s if slow else options.ttft_s)
         self.running += 1
         self.most = max(self.most, self.running)

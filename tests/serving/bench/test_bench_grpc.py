@@ -50,11 +50,9 @@ def test_lengths_shared_prefixes_and_usage(served: Callable[..., Any]) -> None:
 
 def test_refusals_and_errors_are_failures_of_their_kind(served: Callable[..., Any]) -> None:
     small = Workload(input_len=Lengths("fixed", 5), output_len=Lengths("fixed", 20))
-    outcome, _ = bench(
-        served, {"step_s": 0.002, "max_queued": 4}, workload=small, arrivals=Arrivals(num_requests=10)
-    )
+    outcome, _ = bench(served, {"step_s": 0.002, "max_queued": 4}, workload=small, arrivals=Arrivals(num_requests=10))
     assert outcome.probes[0].summary.failures == {"RESOURCE_EXHAUSTED": 6}
-    # The scripted engine fails a prompt that begins with the byte `!`: with two ids to draw from, of 33 and 32.
+    # The scripted engine fails a prompt that begins with the byte `!`, 33: one in 34 of these.
     outcome, _ = bench(
         served,
         {"fail_with": Internal("broken device")},

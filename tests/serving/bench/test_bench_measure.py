@@ -99,7 +99,11 @@ def test_summary_of_rates_and_tokens() -> None:
     summary = summarize(trial(a_record(), a_record(index=1, sent_s=2.0, end_s=5.0, cached_tokens=4)))
     assert summary.duration_s == pytest.approx(4.0) and summary.request_rate == pytest.approx(0.5)
     assert summary.output_token_rate == pytest.approx(14 / 4) and summary.total_token_rate == pytest.approx(30 / 4)
-    assert summary.prompt_tokens == 8 and summary.cached_tokens == 4 and summary.tokens_per_message == pytest.approx(14 / 6)
+    assert (
+        summary.prompt_tokens == 8
+        and summary.cached_tokens == 4
+        and summary.tokens_per_message == pytest.approx(14 / 6)
+    )
     assert summary.offered_rate == pytest.approx(1.0) and summary.attainment is None
     nothing = summarize(trial())
     assert nothing.requests == 0 and nothing.request_rate == 0 and math.isnan(nothing.ttft_s.p50)

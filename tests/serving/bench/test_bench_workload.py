@@ -59,7 +59,7 @@ def test_gaps_have_the_rate_exactly_and_the_burstiness_by_statistics(burstiness:
 
 
 def test_poisson_gaps_are_exponential() -> None:
-    gaps = np.sort(np.diff(offsets(1.0, MANY, burstiness=1.0, seed=2)))
+    gaps = np.sort(np.diff(offsets(1.0, MANY, burstiness=1.0, seed=3)))
     distance = np.abs(np.arange(1, len(gaps) + 1) / len(gaps) - (1 - np.exp(-gaps))).max()
     assert distance < 1.36 / math.sqrt(len(gaps))  # Kolmogorov-Smirnov, 5 %
 
@@ -165,7 +165,10 @@ def test_a_real_looking_azure_trace(tmp_path: pathlib.Path) -> None:
 def test_sharegpt_takes_the_first_question_and_its_answer(tmp_path: pathlib.Path) -> None:
     trace = read_trace(sharegpt(tmp_path))
     assert trace.kind == "sharegpt"
-    assert [(row.prompt, row.answer, row.at_s) for row in trace.rows] == [("one two", "x y z", None), ("three", "ok", None)]
+    assert [(row.prompt, row.answer, row.at_s) for row in trace.rows] == [
+        ("one two", "x y z", None),
+        ("three", "ok", None),
+    ]
     texts = [[c.text for c in calls(Workload(trace=trace), Arrivals(num_requests=1), turn=turn)] for turn in range(3)]
     assert texts == [["one two"], ["three"], ["one two"]]
     with pytest.raises(InvalidArgument, match="--length-scale"):
