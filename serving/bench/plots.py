@@ -191,7 +191,7 @@ def _itl(one: Latency) -> Iterable[float | None]:
 
 def _figure_class() -> Any:
     try:
-        from matplotlib.figure import Figure
+        from matplotlib.figure import Figure  # type: ignore[import-not-found]
     except ImportError as error:
         raise FailedPrecondition(
             "--plot needs the package matplotlib, which is not installed; pip install 'jaxpd[bench]', or leave it out",
