@@ -15,7 +15,7 @@ with_extras = .$(if $(strip $(1)),[$(1)])
 extras_of = $(if $(EXTRAS),$(1)$(if $(1),$(comma))$(EXTRAS),$(1))
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test lint format gemma reference aot roofline clean
+.PHONY: help serve test lint format fuzz gemma reference aot roofline clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -33,6 +33,9 @@ lint: $(VENV)/.installed-dev ## ruff and mypy
 
 format: $(VENV)/.installed-dev ## let ruff rewrite the files
 	@$(BIN)/ruff check --fix . && $(BIN)/ruff format .
+
+fuzz: $(VENV)/.installed-test ## send random and mutated requests to the fronts (minutes)
+	@JAX_PLATFORMS=cpu $(BIN)/python -m pytest -q -m fuzz $(or $(TESTS),tests/serving)
 
 gemma: $(VENV)/.installed-test ## compare Gemma 3 270M with its reference tokens (downloads 238 MB)
 	@JAX_PLATFORMS=cpu $(BIN)/python -m pytest -q -m gemma $(TESTS)

@@ -6,8 +6,9 @@ them.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -42,11 +43,20 @@ class PoolDevice:
         self._counts = spec.on(P(DATA, MODEL))
         self._ids = [spec.on(P(), replica_mesh(spec.mesh, r)) for r in range(spec.replicas)]
         self.reset()
+        self.weight_bytes = _bytes_on_one_device(params)
+        self.kv_bytes = _bytes_on_one_device(self.pages)
 
     def reset(self) -> None:
         """A fresh page pool and fresh slots: at the start, and after an error may have taken the old ones."""
         self.pages, self.last_tokens = self.spec.new_state()
         self.options, self.counts = self.spec.new_slots()
+
+    @property
+    def free_bytes(self) -> int | None:
+        """Bytes left on the fullest device; None where the backend does not say (CPU). From any thread."""
+        readings = [device.memory_stats() for device in self.spec.mesh.devices.flat if device.platform != "cpu"]
+        free = [stats["bytes_limit"] - stats["bytes_in_use"] for stats in readings if stats and "bytes_limit" in stats]
+        return min(free, default=None)
 
     def put(self, packed: np.ndarray) -> jax.Array | np.ndarray:
         """Metadata as the programs take it. One device takes it from NumPy, in the call of the program itself.
@@ -153,3 +163,8 @@ class PoolDevice:
             out.append(ids)
             start += size
         return out
+
+
+def _bytes_on_one_device(arrays: Any) -> int:
+    """What each device of a mesh holds of `arrays` (any pytree): their shards are equal."""
+    return sum(math.prod(a.sharding.shard_shape(a.shape)) * a.dtype.itemsize for a in jax.tree.leaves(arrays))

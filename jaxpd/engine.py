@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable
 
 from jaxpd.cache.keys import Chain
@@ -32,12 +33,12 @@ from jaxpd.limits import Limits
 from jaxpd.models.layout import ModelLayout
 from jaxpd.policies.chunking import Costs
 from jaxpd.pool import Pool
-from jaxpd.progress import Progress, SilentProgress
+from jaxpd.progress import Progress, SilentProgress, TimedProgress
 from jaxpd.request import MAX_SEED, Event, FinishEvent, FinishReason, Request, Usage
 from jaxpd.reservation import Reservations
 from jaxpd.sequence import Sequence, State
 from jaxpd.startup import Placement, build_pools, place
-from jaxpd.stats import EngineStats, ReplicaStats
+from jaxpd.stats import EngineStats, read_engine
 from jaxpd.watchdog import Watchdog
 from meshes.sharding import replica_mesh
 from meshes.transfer.in_process import InProcessTransport, Staging
@@ -62,7 +63,7 @@ class Engine:
         self.checkpoint = checkpoint
         self.config = config
         self._on_events = on_events
-        self._progress = progress or SilentProgress()
+        self._progress = TimedProgress(progress or SilentProgress())
         self._placement: Placement = place(checkpoint, config)
         self._registry: dict[str, dict[int, Sequence]] = {}  # request id -> sample -> what is not finished
         self._lock = threading.Lock()
@@ -90,6 +91,7 @@ class Engine:
 
     def start(self) -> None:
         """Loads weights, compiles every program and starts the pools. Blocking; after it the engine is ready."""
+        began_s = time.monotonic()
         self._pools = build_pools(self._placement, self.checkpoint, self.config, owner=self, progress=self._progress)
         decode = [pool for pool in self._pools if pool.role == "decode"]
         start = [pool for pool in self._pools if pool.role != "decode"]
@@ -98,6 +100,7 @@ class Engine:
             pool.start()
         self._watchdog = Watchdog(self._pools, self.config.step_timeout_s, self._answer_all)
         self._watchdog.start()
+        self._progress.seconds["start"] = time.monotonic() - began_s
         with self._lock:
             self._state = "ready"
 
@@ -205,25 +208,13 @@ class Engine:
             self.emit(self.finish(seq, FinishReason.ERROR, error=error))
 
     def stats(self) -> EngineStats:
-        """Requests by state, free pages and slots, staged bytes."""
+        """Requests by state, free pages and slots, staged bytes, and what was counted since the start."""
         with self._lock:
+            sequences = [s for live in self._registry.values() for s in live.values()]
             states: dict[str, int] = {}
-            for seq in (s for live in self._registry.values() for s in live.values()):
+            for seq in sequences:
                 states[seq.state.value] = states.get(seq.state.value, 0) + 1
-        replicas = tuple(
-            ReplicaStats(
-                role=pool.role,
-                pool=pool.index,
-                replica=r,
-                free_pages=space.free_pages + space.evictable_pages,
-                num_pages=space.num_pages,
-                free_slots=space.free_slots,
-                num_slots=space.num_slots,
-            )
-            for pool in self._pools
-            for r, space in enumerate(pool.spaces)
-        )
-        return EngineStats(states=states, replicas=replicas, staging_bytes=self._transport.staging.used)
+        return read_engine(states, sequences, self._pools, self._transport, self._progress.seconds)
 
     # the pools' owner ---------------------------------------------------------------------------------------------
 

@@ -26,6 +26,10 @@ class InvalidArgument(JaxpdError):
     exit_code = 2
 
 
+class TooLong(InvalidArgument):
+    """The prompt, or what it may grow to, is longer than the model's context."""
+
+
 class NotFound(JaxpdError):
     """A model, file or request id that does not exist."""
 
@@ -63,5 +67,23 @@ class Unavailable(JaxpdError):
     code = "UNAVAILABLE"
 
 
+class DeadlineExceeded(Unavailable):
+    """The caller gave less time than the answer needs: refused at once where that is plain, ended otherwise."""
+
+    code = "DEADLINE_EXCEEDED"
+
+
 class Internal(JaxpdError):
     """A bug or a device failure. The message is safe to show: it holds no stack and no path."""
+
+
+class HandoffFailed(Internal):
+    """A decode pool could not take a sequence over; `reason` is one word, to count by.
+
+    `copy`: pages did not arrive. `step`: a step of the decode pool failed, and what had arrived is gone. `lost`: what
+    the decode pool had of the prompt from before is gone.
+    """
+
+    def __init__(self, reason: str, message: str) -> None:
+        super().__init__(message)
+        self.reason = reason

@@ -19,7 +19,7 @@ from collections.abc import Callable
 
 from jaxpd.cache.prefix import PrefixLease
 from jaxpd.device import PoolDevice
-from jaxpd.errors import Internal, JaxpdError
+from jaxpd.errors import HandoffFailed, JaxpdError
 from jaxpd.life import Stage
 from jaxpd.programs import PAGE_BUCKETS
 from jaxpd.sequence import Sequence, State
@@ -77,6 +77,7 @@ class Arrivals:
         self._fail = fail  # ends an OFFERED sequence
         self._settled = settled  # frees the staging of a piece
         self._live: dict[Sequence, bool] = {}  # whether its first token is out
+        self.failures: dict[str, int] = {}  # sequences that could not be taken over, by reason
 
     def piece(self, seq: Sequence, chunk: Chunk, moved: list[Staging] | None, error: Exception | None) -> None:
         """Pages have arrived, on this pool's mesh, or failed to. Raises whatever the scatter raises."""
@@ -86,9 +87,8 @@ class Arrivals:
             return
         self._live.setdefault(seq, False)
         if error is not None or moved is None:
-            seq.transfer_error = seq.transfer_error or Internal(
-                f"the KV hand-off failed ({type(error).__name__}); the server's log has the details"
-            )
+            message = f"the KV hand-off failed ({type(error).__name__}); the server's log has the details"
+            seq.transfer_error = seq.transfer_error or HandoffFailed("copy", message)
         elif seq.transfer_error is None:
             assert seq.decode_lease is not None, "pages were reserved before the first chunk"
             pages = seq.decode_lease.pages[chunk.first : chunk.first + chunk.count]
@@ -114,7 +114,7 @@ class Arrivals:
     def lose(self, error: JaxpdError) -> None:
         """What has landed so far is gone: those who had some of it cannot go on."""
         for seq in list(self._live):
-            seq.transfer_error = seq.transfer_error or error
+            seq.transfer_error = seq.transfer_error or HandoffFailed("step", error.message)
             self._go_on(seq)
 
     def everyone(self) -> list[Sequence]:
@@ -126,9 +126,12 @@ class Arrivals:
             return
         assert seq.decode_lease is not None
         if seq.transfer_error is None and seq.decode_lease.lost:
-            seq.transfer_error = Internal("the decode pool lost the pages of the prompt that it had; send it again")
+            message = "the decode pool lost the pages of the prompt that it had; send it again"
+            seq.transfer_error = HandoffFailed("lost", message)
         if seq.transfer_error is not None:
             self._live.pop(seq, None)
+            reason = seq.transfer_error.reason
+            self.failures[reason] = self.failures.get(reason, 0) + 1
             self._fail(seq, seq.transfer_error)
         elif seq.landed_pages * self._device.spec.page_size >= seq.prompt_len:
             self._live.pop(seq, None)

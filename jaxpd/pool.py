@@ -95,6 +95,7 @@ class Pool:
         self.policy = policy
         self.cost = Meter()  # of steps with prompts, in tokens
         self.busy_since: float | None = None  # when the step under way began; None: it waits for something to do
+        self.preempted = [0] * limits.spec.dp  # how often a sequence of each replica has given way
         self.given_up = False  # a step took too long, its requests were answered, and the thread is still in it
         size = device.spec.page_size
         self.spaces = [PrefixCache(limits.num_pages, limits.rows, size) for _ in range(limits.spec.dp)]
@@ -185,6 +186,11 @@ class Pool:
     def num_waiting(self) -> int:
         """Sequences in the queue (a reading, not a promise)."""
         return len(self._waiting)
+
+    @property
+    def handoff_failures(self) -> dict[str, int]:
+        """Sequences that this pool could not take over, by reason."""
+        return dict(self._arrivals.failures)
 
     def everyone(self) -> list[Sequence]:
         """All sequences in this pool or arriving (a reading): those that a pool that hangs must not keep."""
@@ -390,6 +396,7 @@ class Pool:
                 youngest = running[queueing.victim([s.rank for s in running])]
                 running.remove(youngest)
                 youngest.preempt()
+                self.preempted[replica] += 1
                 bisect.insort(self._waiting, youngest, key=lambda s: s.rank)
                 self._retry = True
                 log.info("request %s gives way: replica %d has no free page", youngest.request_id, replica)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Iterator
 from typing import Protocol
 
@@ -42,3 +43,23 @@ class SilentProgress:
 
     def note(self, text: str) -> None:
         del text
+
+
+class TimedProgress:
+    """Passes everything on, and keeps how long each stage took: `seconds` by the stage's name."""
+
+    def __init__(self, shown: Progress) -> None:
+        self._shown = shown
+        self.seconds: dict[str, float] = {}
+
+    @contextlib.contextmanager
+    def stage(self, name: str, *, total: float | None = None, unit: str = "") -> Iterator[Stage]:
+        """See `Progress`."""
+        start_s = time.monotonic()
+        with self._shown.stage(name, total=total, unit=unit) as stage:
+            yield stage
+        self.seconds[name] = self.seconds.get(name, 0.0) + time.monotonic() - start_s
+
+    def note(self, text: str) -> None:
+        """See `Progress`."""
+        self._shown.note(text)

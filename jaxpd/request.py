@@ -12,7 +12,7 @@ import enum
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
-from jaxpd.errors import InvalidArgument, JaxpdError
+from jaxpd.errors import InvalidArgument, JaxpdError, TooLong
 from jaxpd.structured import StructuredOutput
 
 if TYPE_CHECKING:
@@ -155,17 +155,23 @@ class Request:
                 f"priority={self.priority} must be between {MOST_URGENT} and {LEAST_URGENT} (lower is served earlier)",
                 field="priority",
             )
-        if len(self.cache_salt) > MAX_SALT:
-            raise InvalidArgument(
-                f"cache_salt has {len(self.cache_salt)} characters, the limit is {MAX_SALT}", field="cache_salt"
-            )
+        check_salt(self.cache_salt)
         total = len(self.prompt_ids) + self.params.max_tokens
         if total > max_model_len:
-            raise InvalidArgument(
+            raise TooLong(
                 f"max_tokens={self.params.max_tokens} with a prompt of {len(self.prompt_ids)} tokens makes {total}, "
                 f"above the limit of {max_model_len} (--max-model-len); shorten the prompt or lower max_tokens",
                 field="max_tokens",
             )
+
+
+def check_salt(cache_salt: str) -> None:
+    """Raises InvalidArgument for a salt that is too long."""
+    if len(cache_salt) > MAX_SALT:
+        raise InvalidArgument(
+            f"cache_salt has {len(cache_salt)} characters, the limit is {MAX_SALT}; take a hash of it",
+            field="cache_salt",
+        )
 
 
 class FinishReason(enum.StrEnum):

@@ -31,7 +31,7 @@ import numpy as np
 
 from jaxpd.cache.keys import Chain
 from jaxpd.cache.prefix import PrefixLease
-from jaxpd.errors import JaxpdError
+from jaxpd.errors import HandoffFailed
 from jaxpd.grammar import GrammarState
 from jaxpd.life import Life, Stage
 from jaxpd.policies.queueing import Rank
@@ -86,7 +86,7 @@ class Sequence:
     staging_bytes: int = 0  # charged for what has not been offered yet
     sent_pages: int = 0  # of the prompt, offered or there already
     landed_pages: int = 0  # of the prompt, in the decode replica's pages (counted by the decode pool's thread)
-    transfer_error: JaxpdError | None = None  # why it cannot be taken over (set by the decode pool's thread)
+    transfer_error: HandoffFailed | None = None  # why it cannot be taken over (set by the decode pool's thread)
     passed: int = 0  # later requests that were admitted before it
     abort_requested: bool = False
     prompt_logprobs: list[TokenLogprobs] = dataclasses.field(default_factory=list)  # read so far

@@ -22,6 +22,7 @@ from jax.sharding import Mesh
 
 from jaxpd.checkpoints.placement import load_params
 from jaxpd.checkpoints.source import Checkpoint
+from jaxpd.compiles import compiled
 from jaxpd.config import DISAGGREGATED, SHARED_MODES, EngineConfig
 from jaxpd.device import PoolDevice
 from jaxpd.errors import FailedPrecondition, InvalidArgument
@@ -249,7 +250,13 @@ def _on_monitoring_event(event: str, **_: object) -> None:
         _hits.count = getattr(_hits, "count", 0) + 1
 
 
+def _on_monitoring_duration(event: str, seconds: float, **_: object) -> None:
+    if event == "/jax/core/compile/backend_compile_duration":
+        compiled(seconds)
+
+
 jax.monitoring.register_event_listener(_on_monitoring_event)
+jax.monitoring.register_event_duration_secs_listener(_on_monitoring_duration)
 
 
 def _timed(task: Callable[[], None]) -> tuple[float, bool]:

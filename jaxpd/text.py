@@ -20,11 +20,13 @@ class TextStream:
     """Detokenizes one sequence as it grows. The pieces that `push` and `finish` return add up to its text.
 
     A stop string ends the text before it, wherever token borders fall; nothing of it, and nothing behind it, is ever
-    returned. Of several stop strings the one that is complete first counts, and of those the longest.
+    returned. Of several stop strings the one that is complete first counts, and of those the longest. Special tokens
+    are hidden, but for those in `keep`: marks that a parser of the text has to see.
     """
 
-    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = ()) -> None:
+    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = (), *, keep: frozenset[int] = frozenset()) -> None:
         self._tokenizer = tokenizer
+        self._keep = keep
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         self._drop_space = tokenizer.strips_first_space
         self._matchers = [_Matcher(string) for string in dict.fromkeys(stop)]
@@ -46,7 +48,8 @@ class TextStream:
 
     def push(self, token_ids: Iterable[int]) -> str:
         """Takes the next tokens and returns the new text that is safe to show, often "". Ignored once stopped."""
-        pieces = [self._tokenizer.token_bytes(token_id) for token_id in token_ids]
+        keep, bytes_of = self._keep, self._tokenizer.token_bytes
+        pieces = [bytes_of(token_id, skip_special_tokens=token_id not in keep) for token_id in token_ids]
         return self._take(self._utf8.decode(b"".join(pieces)))
 
     def finish(self) -> str:
@@ -85,11 +88,19 @@ class TextStream:
 class AnswerText:
     """The text of one answer as its tokens come: without the tokens that end it, up to a stop string.
 
-    `hidden` are the ids that end an answer: they belong to its ids and never to its text.
+    `hidden` are the ids that end an answer: they belong to its ids and never to its text. `shown` are special tokens
+    that its text shows.
     """
 
-    def __init__(self, tokenizer: Tokenizer, *, stop: Sequence[str], hidden: frozenset[int]) -> None:
-        self._stream = TextStream(tokenizer, stop)
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        *,
+        stop: Sequence[str],
+        hidden: frozenset[int],
+        shown: frozenset[int] = frozenset(),
+    ) -> None:
+        self._stream = TextStream(tokenizer, stop, keep=shown)
         self._hidden = hidden
         self._searching = bool(stop)
 
@@ -158,18 +169,25 @@ def to_prompt_ids(
     text: str | None = None,
     token_ids: Sequence[int] | None = None,
     chat: Sequence[Mapping[str, Any]] | None = None,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    template_options: Mapping[str, Any] | None = None,
+    add_special_tokens: bool = True,
 ) -> tuple[int, ...]:
     """Token ids of a prompt given in exactly one of three forms; `tokenizer` may be None for token ids.
 
-    Text gets the special tokens that the model expects (BOS), chat its template with the assistant's turn opened, and
-    token ids are taken as they are. Raises InvalidArgument naming the field for none or several forms, an empty prompt,
-    or one that needs what the model lacks.
+    Text gets the special tokens that the model expects (BOS) unless `add_special_tokens` is false, chat its template
+    with the assistant's turn opened, and token ids are taken as they are. `tools` and `template_options` are for chat.
+    Raises InvalidArgument naming the field for none or several forms, an empty prompt, or one that needs what the model
+    lacks.
     """
     given = {"text": text, "token_ids": token_ids, "chat": chat}
     named = [name for name, value in given.items() if value is not None]
     if len(named) != 1:
         got = " and ".join(named) or "none"
         raise InvalidArgument(f"a prompt is exactly one of text, token_ids and chat; got {got}", field="prompt")
+    for field, option in (("tools", tools), ("template_options", template_options)):
+        if option and chat is None:
+            raise InvalidArgument(f"{field} belongs to a chat and not to {named[0]}; leave it out", field=field)
     if not given[named[0]]:
         raise InvalidArgument(f"prompt {named[0]} is empty; give at least one token", field=named[0])
     if token_ids is not None:
@@ -178,9 +196,31 @@ def to_prompt_ids(
                 raise InvalidArgument(f"token_ids holds {token_id!r:.40}, which is not an integer", field="token_ids")
         return tuple(token_ids)
     if tokenizer is None:
-        raise InvalidArgument(f"this model has no tokenizer; give token_ids instead of {named[0]}", field=named[0])
+        raise _no_tokenizer(named[0])
     if chat is not None:
-        return tuple(tokenizer.apply_chat_template(chat))
+        return tuple(tokenizer.apply_chat_template(chat, tools=tools, options=template_options))
     if not isinstance(text, str):
         raise InvalidArgument(f"text is {type(text).__name__}, not a string", field="text")
-    return tuple(tokenizer.encode(text))
+    return tuple(tokenizer.encode(text, add_special_tokens=add_special_tokens))
+
+
+def prompt_text(
+    tokenizer: Tokenizer | None,
+    chat: Sequence[Mapping[str, Any]],
+    *,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    template_options: Mapping[str, Any] | None = None,
+) -> str:
+    """The text of a chat's prompt: as `text` with `add_special_tokens=False` it gives the ids that the chat gives.
+
+    Raises InvalidArgument as `to_prompt_ids` does.
+    """
+    if tokenizer is None:
+        raise _no_tokenizer("chat")
+    if not chat:
+        raise InvalidArgument("prompt chat is empty; give at least one message", field="chat")
+    return tokenizer.render_chat(chat, tools=tools, options=template_options)
+
+
+def _no_tokenizer(field: str) -> InvalidArgument:
+    return InvalidArgument(f"this model has no tokenizer; give token_ids instead of {field}", field=field)

@@ -25,6 +25,7 @@ class Tokenizer:
     """A tokenizer with its special tokens and chat template. Safe to use from several threads.
 
     `special_tokens` maps roles such as `bos_token` to their text; templates see them under these names.
+    `named_templates` are templates beside `chat_template`, of which `tool_use` is the one for requests with tools.
     """
 
     def __init__(
@@ -32,6 +33,7 @@ class Tokenizer:
         backend: tokenizers.Tokenizer,
         *,
         chat_template: str | None = None,
+        named_templates: Mapping[str, str] | None = None,
         special_tokens: Mapping[str, str] | None = None,
         eos_token_ids: Iterable[int] = (),
     ) -> None:
@@ -39,6 +41,7 @@ class Tokenizer:
         backend.no_truncation()  # saved with some tokenizers: it would cut prompts without a word
         backend.no_padding()
         self.chat_template = chat_template
+        self.named_templates = dict(named_templates or {})
         self.special_tokens = dict(special_tokens or {})
         added = backend.get_added_tokens_decoder()
         self._special_ids = frozenset(i for i, token in added.items() if token.special)
@@ -53,6 +56,15 @@ class Tokenizer:
     @property
     def has_chat_template(self) -> bool:
         return self.chat_template is not None
+
+    def template_for(self, *, tools: bool) -> str | None:
+        """The source of the chat template that a request with or without tools is written with."""
+        return self.named_templates.get("tool_use", self.chat_template) if tools else self.chat_template
+
+    def special_token_id(self, text: str) -> int | None:
+        """The id of the special token that is spelled so; None where there is none, or it is an ordinary token."""
+        token_id = self.backend.token_to_id(text)
+        return token_id if token_id in self._special_ids else None
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of `text`; `add_special_tokens` adds what the model expects around a prompt, such as BOS.
@@ -89,32 +101,51 @@ class Tokenizer:
         return of
 
     def apply_chat_template(
-        self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        options: Mapping[str, Any] | None = None,
     ) -> list[int]:
         """Token ids of a conversation. Raises InvalidArgument for bad messages or a model without a chat template."""
-        text = self.render_chat(messages, add_generation_prompt=add_generation_prompt)
+        text = self.render_chat(messages, add_generation_prompt=add_generation_prompt, tools=tools, options=options)
         return self.encode(text, add_special_tokens=False)  # the template writes BOS itself
 
-    def render_chat(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True) -> str:
-        """The text behind `apply_chat_template`."""
-        if self.chat_template is None:
+    def render_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        options: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The text behind `apply_chat_template`; `tools` and `options` are those of `ChatTemplate.render`."""
+        source = self.template_for(tools=bool(tools))
+        if source is None:
             raise InvalidArgument("this model has no chat template; send the prompt as text or token ids", field="chat")
-        return self._compiled.render(messages, add_generation_prompt, self.special_tokens)
-
-    @functools.cached_property
-    def _compiled(self) -> ChatTemplate:
-        assert self.chat_template is not None
-        return ChatTemplate(self.chat_template)
+        if add_generation_prompt is not None:
+            options = {"add_generation_prompt": add_generation_prompt, **(options or {})}
+        return _compiled(source).render(messages, self.special_tokens, tools=tools, options=options)
 
     def save(self, folder: Path) -> None:
         """Writes tokenizer.json and tokenizer_config.json, from which `load_tokenizer` makes the same tokenizer."""
         self.backend.save(str(folder / "tokenizer.json"))
         config: dict[str, Any] = dict(self.special_tokens)
-        if self.chat_template is not None:
+        if self.named_templates:
+            default = {} if self.chat_template is None else {"default": self.chat_template}
+            named = {**self.named_templates, **default}
+            config["chat_template"] = [{"name": name, "template": source} for name, source in named.items()]
+        elif self.chat_template is not None:
             config["chat_template"] = self.chat_template
         config["eos_token_ids"] = list(self.eos_token_ids)
         text = json.dumps(config, ensure_ascii=False, indent=2)
         (folder / "tokenizer_config.json").write_text(text + "\n", encoding="utf-8")
+
+
+@functools.lru_cache(maxsize=8)
+def _compiled(source: str) -> ChatTemplate:
+    return ChatTemplate(source)
 
 
 def load_tokenizer(folder: Path, *, eos_token_ids: Iterable[int] = ()) -> Tokenizer:
@@ -136,14 +167,15 @@ def load_tokenizer(folder: Path, *, eos_token_ids: Iterable[int] = ()) -> Tokeni
     config = _json(folder / "special_tokens_map.json") | _json(folder / "tokenizer_config.json")
     special = {role: text for role in _SPECIAL_ROLES if (text := _content(config.get(role))) is not None}
     template = config.get("chat_template")
-    if isinstance(template, list):  # named templates
+    named: dict[str, str] = {}
+    if isinstance(template, list):
         named = {entry["name"]: entry["template"] for entry in template}
-        template = named.get("default", next(iter(named.values()), None))
+        template = named.pop("default", next(iter(named.values()), None))
     jinja = folder / "chat_template.jinja"
-    if jinja.is_file():
-        template = jinja.read_text(encoding="utf-8")
+    if jinja.is_file():  # the newer place; what is named in the older one is not of the same age
+        template, named = jinja.read_text(encoding="utf-8"), {}
     ids = [*config.get("eos_token_ids", ()), *eos_token_ids]
-    return Tokenizer(backend, chat_template=template, special_tokens=special, eos_token_ids=ids)
+    return Tokenizer(backend, chat_template=template, named_templates=named, special_tokens=special, eos_token_ids=ids)
 
 
 def _json(path: Path) -> dict[str, Any]:

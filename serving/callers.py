@@ -17,6 +17,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from jaxpd.errors import InvalidArgument, ResourceExhausted, Unauthenticated
+from jaxpd.request import check_salt
 
 RETRY_AFTER_S = 1.0
 
@@ -63,6 +64,13 @@ def bearer(header: str | None) -> str | None:
     """The token of an `authorization` header; None without one or for another scheme."""
     scheme, _, token = (header or "").partition(" ")
     return token.strip() or None if scheme.lower() == "bearer" else None
+
+
+def salted_by(caller: Caller, cache_salt: str) -> str:
+    """A salt for the prefix cache that no other caller can ask for, whatever the names are. Raises InvalidArgument for
+    one that is too long."""
+    check_salt(cache_salt)
+    return _digest(repr((caller.name, cache_salt))).hex()
 
 
 def load_keys(path: pathlib.Path | None, keys: Iterable[str] = ()) -> Keys:

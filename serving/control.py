@@ -10,6 +10,7 @@ import grpc
 from jaxpd.errors import InvalidArgument
 from jaxpd.version import __version__
 from serving.gateway import Gateway, State
+from serving.interceptors import this_call
 from serving.model import ServedModel
 from serving.proto.jaxpd.v1 import control_pb2 as pb
 from serving.proto.jaxpd.v1 import control_pb2_grpc
@@ -68,11 +69,11 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
         )
 
     async def Abort(self, request: pb.AbortRequest, context: grpc.aio.ServicerContext) -> pb.AbortResponse:
-        """Ends one request."""
+        """Ends one request; of those of other API keys it knows nothing."""
         refuse_unknown_fields(request)
         if not request.request_id:
             raise InvalidArgument("request_id is missing; name the request to abort", field="request_id")
-        return pb.AbortResponse(aborted=self._gateway.abort(request.request_id))
+        return pb.AbortResponse(aborted=self._gateway.abort(request.request_id, this_call().origin.caller))
 
 
 def _pools(stats: EngineStats, model: ServedModel) -> list[pb.PoolInfo]:

@@ -16,24 +16,23 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
+import dataclasses
 import enum
-import functools
 import logging
 import time
-from collections.abc import AsyncGenerator, Callable, Iterable
+from collections.abc import AsyncGenerator, Iterable
 from typing import TYPE_CHECKING, Protocol
 
-from jaxpd.errors import InvalidArgument, JaxpdError, Unavailable
+from jaxpd.errors import Internal, InvalidArgument, JaxpdError, Unavailable
 from jaxpd.request import (
     Event,
-    FinishEvent,
     FinishReason,
     Request,
     Timings,
     TokensEvent,
     Usage,
 )
-from serving.callers import Caller, Quotas
+from serving.callers import Caller, Quotas, salted_by
 from serving.messages import (
     Answer,
     Finished,
@@ -47,7 +46,8 @@ from serving.messages import (
     shown,
 )
 from serving.model import ServedModel
-from serving.observer import Observer, Origin
+from serving.observer import Observer, Observers, Origin
+from serving.pace import Pace
 from serving.stream import Live, Reader, Waiting
 from serving.understand import check_response, check_sizes, params_of, prompt_characters, prompt_ids_of
 
@@ -88,7 +88,8 @@ class Gateway:
 
     def __init__(self, *, observers: Iterable[Observer] = (), salt_by_caller: bool = False) -> None:
         self._loop = asyncio.get_running_loop()
-        self._observers = tuple(observers)
+        self._pace = Pace()
+        self._observers = Observers((self._pace, *observers))
         self._salt_by_caller = salt_by_caller
         self._state = State.STARTING
         self._engine: Engine | None = None
@@ -162,7 +163,7 @@ class Gateway:
         arrival_s = time.monotonic()
         live: Live | None = None
         request_id = asked.request_id if asked.request_id is not None else new_request_id()
-        self._tell(lambda observer: observer.arrived(request_id, origin))
+        self._observers.arrived(request_id, origin)
         try:
             try:
                 engine, model = self._admit()
@@ -170,15 +171,15 @@ class Gateway:
                 understood, request = await self._understand(asked, model, request_id, arrival_s)
                 if not live.aborted:
                     await self._submit(live, engine, request)
-            except JaxpdError as error:
-                self._tell(functools.partial(_tell_refused, request_id, origin, error))
+            except Exception as error:
+                self._observers.refused(request_id, origin, _shown_error(error))
                 raise
             yield understood
             if not live.submitted:
                 for end in _aborted(understood):
                     yield end
                 return
-            reader = Reader(live, understood, model, want_timeline=bool(asked.want_timeline))
+            reader = Reader(live, understood, model, want_timeline=bool(asked.want_timeline), shown_ids=asked.shown_ids)
             while not reader.finished:
                 await live.wake.wait()
                 live.wake.clear()
@@ -187,8 +188,9 @@ class Gateway:
                     engine.abort(request_id, sample=sample)
                 for message in messages:
                     if isinstance(message, Tokens):
-                        self._tell(functools.partial(_tell_sent, message.count))
+                        self._observers.sent(message.count)
                     yield message
+            self._observers.detokenized(reader.detokenize_s)
         finally:
             if live is not None:
                 self._leave(live)
@@ -239,6 +241,7 @@ class Gateway:
 
     async def _submit(self, live: Live, engine: Engine, request: Request) -> None:
         """Gives the request to the engine; in a thread where that takes time. Raises JaxpdError."""
+        self._pace.check(live.origin.deadline_s, priority=request.priority)
         tokens = len(request.prompt_ids) + request.params.max_tokens * request.params.n
         self._quotas.take(live.origin.caller, tokens)
         live.charged = tokens
@@ -254,23 +257,35 @@ class Gateway:
             except asyncio.CancelledError:
                 submitting.add_done_callback(lambda done: self._submitted_late(live, engine, done))
                 raise
-            except JaxpdError:
+            except Exception:
                 live.submitting = False
                 raise
             live.submitting = False
-        live.submitted = True
-        self._tell(lambda observer: observer.submitted(request, live.origin))
+        self._note_submitted(live)
         if live.aborted:  # meanwhile
             engine.abort(live.request_id)
+
+    def _note_submitted(self, live: Live) -> None:
+        """The engine has it: `submit` says so, or an event that was faster. Observers hear of it once."""
+        if not live.submitted:
+            live.submitted = True
+            assert live.request is not None
+            self._observers.submitted(live.request, live.origin)
 
     def _submitted_late(self, live: Live, engine: Engine, done: asyncio.Future[None]) -> None:
         """Nobody waits for the request any more that the engine has just taken, or refused."""
         live.submitting = False
-        if done.cancelled() or done.exception() is not None or live.finished:
-            self._forget(live)
-        else:
-            live.submitted = True
+        error = None if done.cancelled() else done.exception()
+        if error is None and not done.cancelled():
+            self._note_submitted(live)
+        elif isinstance(error, Exception):
+            if not isinstance(error, JaxpdError):
+                logger.error("submitting request %s failed", live.request_id, exc_info=error)
+            self._observers.refused(live.request_id, live.origin, _shown_error(error))
+        if live.submitted and not live.finished:
             engine.abort(live.request_id)
+        else:
+            self._forget(live)
 
     def _leave(self, live: Live) -> None:
         """The reader is gone, for whatever reason; what still runs is aborted."""
@@ -303,7 +318,7 @@ class Gateway:
         params = params_of(asked, room=model.max_model_len - len(prompt_ids))
         salt = asked.cache_salt or ""
         if self._salt_by_caller:
-            salt = f"{self._live[request_id].origin.caller.name} {salt}"
+            salt = salted_by(self._live[request_id].origin.caller, salt)
         request = Request(
             request_id=request_id,
             prompt_ids=prompt_ids,
@@ -335,7 +350,11 @@ class Gateway:
                 raise
 
     def _deliver(self, events: list[Event]) -> None:
-        self._tell(lambda observer: observer.progressed(events))
+        for event in events:
+            early = self._live.get(event.request_id)
+            if early is not None and not early.submitted:
+                self._note_submitted(early)
+        self._observers.progressed(events)
         for event in events:
             live = self._live.get(event.request_id)
             if live is None:
@@ -347,18 +366,12 @@ class Gateway:
             else:
                 waiting.finish = event
                 assert live.request is not None
-                self._tell(functools.partial(_tell_finished, live.request, live.origin, event))
+                if waiting.stopped:
+                    event = dataclasses.replace(event, reason=FinishReason.STOP, error=None)
+                self._observers.finished(live.request, live.origin, event)
                 if live.left and live.finished and not live.submitting:
                     self._forget(live)
             live.wake.set()
-
-    def _tell(self, what: Callable[[Observer], None]) -> None:
-        """Lets every observer know; their faults must not harm a request."""
-        for observer in self._observers:
-            try:
-                what(observer)
-            except Exception:
-                logger.exception("%s failed", type(observer).__name__)
 
 
 def _aborted(understood: Understood) -> list[Finished]:
@@ -370,13 +383,5 @@ def _aborted(understood: Understood) -> list[Finished]:
     ]
 
 
-def _tell_refused(request_id: str, origin: Origin, error: JaxpdError, observer: Observer) -> None:
-    observer.refused(request_id, origin, error)
-
-
-def _tell_sent(count: int, observer: Observer) -> None:
-    observer.sent(count)
-
-
-def _tell_finished(request: Request, origin: Origin, event: FinishEvent, observer: Observer) -> None:
-    observer.finished(request, origin, event)
+def _shown_error(error: Exception) -> JaxpdError:
+    return error if isinstance(error, JaxpdError) else Internal("internal error")

@@ -27,6 +27,7 @@ class GenerateRequest:
 
     `tools` and `template_options` are handed to the chat template; `add_special_tokens` is for `text`. The options from
     `max_tokens` to `structured` are those of `jaxpd.request.SamplingParams`, with its defaults where they are not set.
+    `shown_ids` are special tokens that the text shows, all others being hidden: marks that a parser has to see.
     """
 
     text: str | None = None
@@ -56,6 +57,7 @@ class GenerateRequest:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool | None = None
     structured: StructuredOutput | None = None
+    shown_ids: frozenset[int] = frozenset()
     want_text: bool | None = None
     want_token_ids: bool | None = None
     want_prompt_ids: bool | None = None

@@ -13,11 +13,13 @@ import socket
 
 from jaxpd.errors import FailedPrecondition, InvalidArgument
 
+GRPC, HTTP = "--grpc-port", "--port"
 
-def check_port(port: int) -> None:
+
+def check_port(port: int, flag: str = GRPC) -> None:
     """Raises InvalidArgument for a number that is no port."""
     if not 0 <= port <= 65535:
-        raise InvalidArgument(f"--grpc-port {port} must be between 0 (any free port) and 65535", field="grpc_port")
+        raise InvalidArgument(f"{flag} {port} must be between 0 (any free port) and 65535", field=_field(flag))
 
 
 def addresses(host: str) -> list[str]:
@@ -58,8 +60,34 @@ def _probe(family: int, address: str, port: int) -> int:
     return 0
 
 
-def bind_error(host: str, address: str, port: int) -> FailedPrecondition:
-    """Why `port` of `address`, one of those of `host`, could not be bound."""
+def listening_sockets(host: str, port: int, flag: str) -> list[socket.socket]:
+    """A socket bound to `port` (0: any free one, the same for all) on every address of `host`.
+
+    Raises InvalidArgument for a number that is no port, FailedPrecondition for a host or port that cannot be had.
+    """
+    check_port(port, flag)
+    bound: list[socket.socket] = []
+    with contextlib.ExitStack() as undo:
+        for address in addresses(host):
+            address = address.strip("[]")
+            family = socket.AF_INET6 if ":" in address else socket.AF_INET
+            sock = undo.enter_context(socket.socket(family, socket.SOCK_STREAM))
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if family == socket.AF_INET6:
+                sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+            try:
+                sock.bind((address, port))
+                sock.listen()  # a second server that binds it finds it taken
+            except OSError:
+                raise bind_error(host, address, port, flag) from None
+            port = sock.getsockname()[1]
+            bound.append(sock)
+        undo.pop_all()
+    return bound
+
+
+def bind_error(host: str, address: str, port: int, flag: str = GRPC) -> FailedPrecondition:
+    """Why `port` of `address`, one of those of `host`, could not be bound; `flag` is where the port was given."""
     code = _probe(socket.AF_INET6 if ":" in address else socket.AF_INET, address, port)
     if code == errno.EADDRNOTAVAIL:
         return FailedPrecondition(
@@ -68,10 +96,14 @@ def bind_error(host: str, address: str, port: int) -> FailedPrecondition:
         )
     if code == errno.EACCES:
         return FailedPrecondition(
-            f"--grpc-port {port} needs rights that this user does not have; use one from 1024 up", field="grpc_port"
+            f"{flag} {port} needs rights that this user does not have; use one from 1024 up", field=_field(flag)
         )
     why = "is in use" if code in (errno.EADDRINUSE, 0) else f"cannot be bound (error {errno.errorcode.get(code, code)})"
     return FailedPrecondition(
-        f"--grpc-port {port} on --host {host} {why}; stop what listens there or use another port (0: any free one)",
-        field="grpc_port",
+        f"{flag} {port} on --host {host} {why}; stop what listens there or use another port (0: any free one)",
+        field=_field(flag),
     )
+
+
+def _field(flag: str) -> str:
+    return flag.lstrip("-").replace("-", "_")

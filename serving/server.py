@@ -2,7 +2,7 @@
 
     bind -> live -> (engine starts in a thread) -> ready -> signal -> not ready -> drain -> stop -> close -> return
 
-The port is bound before the model is loaded, so that a port in use costs no minute of loading and a probe gets an
+Ports are bound before the model is loaded, so that a port in use costs no minute of loading and a probe gets an
 answer all the while. The first SIGTERM or SIGINT drains. From then on both signals have their default effect: the
 second one ends the process at once, whatever it is busy with.
 """
@@ -16,13 +16,16 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Protocol
 
 from jaxpd.request import Event
+from serving.config import Ports, ServerConfig
 from serving.gateway import Gateway
 from serving.grpc_server import GrpcFront
 from serving.model import served_model
+from serving.observer import Observer
+from serving.seeing import Seeing
 
 if TYPE_CHECKING:
     from jaxpd.engine import Engine
@@ -35,32 +38,43 @@ MakeEngine = Callable[[OnEvents], "Engine"]
 LAST_MESSAGES_S = 1.0  # for what is on its way when the drain is over
 
 
+class Front(Protocol):
+    """One way in."""
+
+    def bind(self, host: str, port: int) -> int: ...
+    async def start(self) -> None: ...
+    async def set_ready(self, ready: bool) -> None: ...
+    async def stop(self, grace_s: float) -> None: ...
+
+
 async def serve(
     make_engine: MakeEngine,
+    config: ServerConfig | None = None,
     *,
-    host: str = "127.0.0.1",
-    grpc_port: int = 50051,
-    shutdown_timeout: float = 30.0,
-    on_ready: Callable[[int], None] | None = None,
+    observers: Sequence[Observer] = (),
+    on_ready: Callable[[Ports], None] | None = None,
     stop: asyncio.Event | None = None,
 ) -> None:
-    """Serves until a signal or until `stop` is set, then drains for at most `shutdown_timeout` seconds.
+    """Serves until a signal or until `stop` is set, then drains for at most `shutdown_timeout_s` seconds.
 
     `make_engine` is called in a thread with the function that takes the engine's events, and the engine is started
-    there. `on_ready` is called with the port that was bound. With `stop` given no signal is touched (notebooks, tests,
-    threads). Raises JaxpdError when the port cannot be had or the engine cannot start.
+    there. `on_ready` is called with the ports that were bound. With `stop` given no signal is touched (notebooks,
+    tests, threads). Raises JaxpdError when a port cannot be had or the engine cannot start.
     """
-    gateway = Gateway()
-    front = GrpcFront(gateway)
-    port = front.bind(host, grpc_port)
-    await front.start()
+    config = config or ServerConfig()
+    seeing = Seeing(config, observers)
+    gateway = Gateway(observers=seeing.observers, salt_by_caller=config.salt_by_key)
+    seeing.watch(gateway)
+    fronts, ports = _bound(gateway, config, seeing)
+    for front in fronts:
+        await front.start()
     stopping = stop if stop is not None else _stop_on_signals()
     starting = _start_in_thread(make_engine, gateway.on_events)
     interrupted = asyncio.ensure_future(stopping.wait())
     try:
         await asyncio.wait((starting, interrupted), return_when=asyncio.FIRST_COMPLETED)
         if not starting.done():
-            await front.stop(0)
+            await _stop_all(fronts, 0)
             if stop is None:
                 _leave_at_once()
             engine = await starting
@@ -68,30 +82,59 @@ async def serve(
             return
         engine = await starting
         try:
-            gateway.open(engine, await asyncio.to_thread(served_model, engine))
-            await front.set_ready(True)
+            model = await asyncio.to_thread(served_model, engine)
+            gateway.open(engine, model.called(config.served_names))
+            for front in fronts:
+                await front.set_ready(True)
             if on_ready is not None:
-                on_ready(port)
+                on_ready(ports)
             await interrupted
-            await _drain(gateway, front, engine, shutdown_timeout)
+            await _drain(gateway, fronts, engine, config.shutdown_timeout_s)
         finally:
             await asyncio.to_thread(engine.close)
     finally:
         interrupted.cancel()
-        await front.stop(0)
+        await _stop_all(fronts, 0)
+        await asyncio.to_thread(seeing.close)
 
 
-async def _drain(gateway: Gateway, front: GrpcFront, engine: Engine, timeout_s: float) -> None:
-    """Lets running answers finish, aborts what is left after `timeout_s`, and closes the port."""
+def _bound(gateway: Gateway, config: ServerConfig, seeing: Seeing) -> tuple[list[Front], Ports]:
+    """The fronts that are asked for, with their ports taken. Raises JaxpdError."""
+    fronts: list[Front] = []
+    ports: dict[str, int | None] = {"http": None, "grpc": None}
+    if config.port is not None:
+        from serving.http.front import HttpFront
+        from serving.http.options import HttpOptions
+
+        options = HttpOptions(profile_dir=config.profile_dir, page=config.page)
+        http = HttpFront(
+            gateway, keys=config.keys, tls=config.tls, metrics_render=seeing.metrics.render, options=options
+        )
+        ports["http"] = http.bind(config.host, config.port)
+        fronts.append(http)
+    if config.grpc_port is not None:
+        grpc = GrpcFront(gateway, keys=config.keys, tls=config.tls)
+        ports["grpc"] = grpc.bind(config.host, config.grpc_port)
+        fronts.append(grpc)
+    return fronts, Ports(**ports)
+
+
+async def _drain(gateway: Gateway, fronts: Sequence[Front], engine: Engine, timeout_s: float) -> None:
+    """Lets running answers finish, aborts what is left after `timeout_s`, and closes the ports."""
     end_s = time.monotonic() + timeout_s
-    await front.set_ready(False)
+    for front in fronts:
+        await front.set_ready(False)
     gateway.close_doors()
     drained = await asyncio.to_thread(engine.drain, timeout_s)
     if not drained:
         logger.warning("still running after %.0f s (--shutdown-timeout); aborting the rest", timeout_s)
         gateway.abort_all()
     await gateway.idle(max(end_s - time.monotonic(), LAST_MESSAGES_S))
-    await front.stop(LAST_MESSAGES_S)
+    await _stop_all(fronts, LAST_MESSAGES_S)
+
+
+async def _stop_all(fronts: Sequence[Front], grace_s: float) -> None:
+    await asyncio.gather(*(front.stop(grace_s) for front in fronts))
 
 
 def _start_in_thread(make_engine: MakeEngine, on_events: OnEvents) -> asyncio.Future[Engine]:

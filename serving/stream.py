@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import time
 
 from jaxpd.life import Life, Moment, Stage
 from jaxpd.request import FinishEvent, FinishReason, Request, TokenLogprobs, TokensEvent
@@ -27,6 +28,7 @@ class Waiting:
     logprobs: list[TokenLogprobs] = dataclasses.field(default_factory=list)
     prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
     finish: FinishEvent | None = None
+    stopped: bool = False  # a stop string has ended it, and the engine is told to
 
     def take(self, event: TokensEvent) -> None:
         """Adds an event's tokens."""
@@ -61,9 +63,18 @@ class Live:
 class Reader:
     """Turns what waits in a record into messages: text, stop strings, the finish of each sample."""
 
-    def __init__(self, live: Live, understood: Understood, model: ServedModel, *, want_timeline: bool) -> None:
+    def __init__(
+        self,
+        live: Live,
+        understood: Understood,
+        model: ServedModel,
+        *,
+        want_timeline: bool,
+        shown_ids: frozenset[int] = frozenset(),
+    ) -> None:
         self._samples = [
-            _SampleReader(i, waiting, understood, model, want_timeline) for i, waiting in enumerate(live.samples)
+            _SampleReader(i, waiting, understood, model, want_timeline, shown_ids)
+            for i, waiting in enumerate(live.samples)
         ]
 
     @property
@@ -75,6 +86,11 @@ class Reader:
         """Everything there is to say now. After a stop string: nothing but the finish, once the engine has sent it."""
         return [message for sample in self._samples for message in sample.read()]
 
+    @property
+    def detokenize_s(self) -> float:
+        """Seconds that it took to make text of ids, so far."""
+        return sum(sample.detokenize_s for sample in self._samples)
+
     def take_stopped(self) -> list[int]:
         """The samples that a stop string has ended since the last call and that the engine still makes."""
         return [sample.index for sample in self._samples if sample.take_stopped()]
@@ -82,7 +98,13 @@ class Reader:
 
 class _SampleReader:
     def __init__(
-        self, index: int, waiting: Waiting, understood: Understood, model: ServedModel, want_timeline: bool
+        self,
+        index: int,
+        waiting: Waiting,
+        understood: Understood,
+        model: ServedModel,
+        want_timeline: bool,
+        shown_ids: frozenset[int],
     ) -> None:
         params = understood.params
         self.index = index
@@ -93,17 +115,19 @@ class _SampleReader:
         self._text: AnswerText | None = None
         if understood.want_text or params.stop:
             assert model.tokenizer is not None
-            self._text = AnswerText(model.tokenizer, stop=params.stop, hidden=params.ending_ids(model.eos_token_ids))
+            hidden = params.ending_ids(model.eos_token_ids)
+            self._text = AnswerText(model.tokenizer, stop=params.stop, hidden=hidden, shown=shown_ids)
         self._count = 0
-        self._told = False  # whoever aborts knows of the stop string
+        self.detokenize_s = 0.0
 
     @property
     def _stop_string(self) -> str | None:
         return None if self._text is None else self._text.stop_string
 
     def take_stopped(self) -> bool:
-        stopped = self._stop_string is not None and not self._told and self._waiting.finish is None
-        self._told |= stopped
+        waiting = self._waiting
+        stopped = self._stop_string is not None and not waiting.stopped and waiting.finish is None
+        waiting.stopped |= stopped
         return stopped
 
     def read(self) -> list[Message]:
@@ -113,9 +137,7 @@ class _SampleReader:
         ids, waiting.pending = waiting.pending, []
         logprobs, waiting.logprobs = waiting.logprobs, []
         if self._stop_string is None and (ids or waiting.finish is not None):
-            count, text = (len(ids), "") if self._text is None else self._text.push(ids)
-            if waiting.finish is not None and self._text is not None and self._stop_string is None:
-                text += self._text.finish()
+            count, text = (len(ids), "") if self._text is None else self._detokenize(self._text, ids)
             if count or text:
                 messages.append(self._tokens(ids[:count], text, logprobs[:count]))
             self._count += count
@@ -123,6 +145,15 @@ class _SampleReader:
             self.finished = True
             messages.append(self._finished(waiting.finish))
         return messages
+
+    def _detokenize(self, stream: AnswerText, ids: list[int]) -> tuple[int, str]:
+        """How many of `ids` belong to the answer, and the text that became certain."""
+        start_s = time.perf_counter()
+        count, text = stream.push(ids)
+        if self._waiting.finish is not None and stream.stop_string is None:
+            text += stream.finish()
+        self.detokenize_s += time.perf_counter() - start_s
+        return count, text
 
     def _tokens(self, ids: list[int], text: str, logprobs: list[TokenLogprobs]) -> Tokens:
         prompt_logprobs, self._waiting.prompt_logprobs = self._waiting.prompt_logprobs, None

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import secrets
 
-from jaxpd.errors import InvalidArgument
+from jaxpd.errors import InvalidArgument, TooLong
 from jaxpd.request import MAX_SEED, SamplingParams
 from jaxpd.text import to_prompt_ids
 from serving.messages import GenerateRequest
@@ -33,7 +33,7 @@ def params_of(asked: GenerateRequest, *, room: int) -> SamplingParams:
 def check_sizes(asked: GenerateRequest, model: ServedModel) -> None:
     """Refuses what would take long even to look at. Raises InvalidArgument."""
     if asked.token_ids is not None and len(asked.token_ids) > model.max_model_len:
-        raise InvalidArgument(
+        raise TooLong(
             f"prompt has {len(asked.token_ids)} tokens, above the limit of {model.max_model_len} (--max-model-len)",
             field="prompt",
         )
@@ -67,4 +67,12 @@ def prompt_characters(asked: GenerateRequest) -> int:
 
 def prompt_ids_of(asked: GenerateRequest, model: ServedModel) -> tuple[int, ...]:
     """The prompt as token ids. Raises InvalidArgument."""
-    return to_prompt_ids(model.tokenizer, text=asked.text, token_ids=asked.token_ids, chat=asked.chat)
+    return to_prompt_ids(
+        model.tokenizer,
+        text=asked.text,
+        token_ids=asked.token_ids,
+        chat=asked.chat,
+        tools=asked.tools,
+        template_options=asked.template_options,
+        add_special_tokens=asked.add_special_tokens is not False,
+    )

@@ -69,7 +69,18 @@ def _build(metadata: dict[str, Any], tokens: list[str], where: str) -> Tokenizer
             special[role] = tokens[token_id]
     _add_template(backend, metadata, special, adds_bos)
     template = metadata.get("tokenizer.chat_template")
-    return Tokenizer(backend, chat_template=template, special_tokens=special, eos_token_ids=eos_token_ids(metadata))
+    named = {
+        name: source
+        for name in metadata.get("tokenizer.chat_templates", ())
+        if (source := metadata.get(f"tokenizer.chat_template.{name}")) is not None
+    }
+    return Tokenizer(
+        backend,
+        chat_template=template,
+        named_templates=named,
+        special_tokens=special,
+        eos_token_ids=eos_token_ids(metadata),
+    )
 
 
 def _byte_level(metadata: dict[str, Any], vocab: dict[str, int], where: str) -> tuple[tokenizers.Tokenizer, bool]:

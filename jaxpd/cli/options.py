@@ -17,7 +17,6 @@ DEFAULT_MODEL = "smollm2-135m"
 MESHES = "Meshes"
 LIMITS = "Limits"
 NUMERICS = "Numerics and compiling"
-SERVER = "Server"
 
 _UNITS = {"": 1, "B": 1}
 for _power, _letter in enumerate("KMGT", start=1):
@@ -254,6 +253,9 @@ Dtype = Annotated[
         show_default="float32 on CPU, bfloat16 on TPU and GPU",
         rich_help_panel=NUMERICS,
     ),
+]
+Seed = Annotated[
+    int, typer.Option(metavar="S", help="Seed of what the engine draws by itself.", rich_help_panel=NUMERICS)
 ]
 Precompile = Annotated[
     bool | None,

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
-import typer
-
-from jaxpd.cli import options
+from jaxpd.cli import options, server_options
 from jaxpd.cli.progress import console_progress
 from jaxpd.cli.render import command_name, seconds
 from jaxpd.config import EngineConfig
-from jaxpd.errors import InvalidArgument
 from jaxpd.version import __version__
 
 if TYPE_CHECKING:
     from jaxpd.limits import Limits
+    from serving.config import Ports, ServerConfig
 
 
 def serve(
@@ -27,23 +24,23 @@ def serve(
     prefill_mesh: options.PrefillMesh = None,
     decode_mesh: options.DecodeMesh = None,
     local_prefill: options.LocalPrefill = None,
-    host: Annotated[
-        str, typer.Option(metavar="ADDRESS", help="Address to listen on.", rich_help_panel=options.SERVER)
-    ] = "127.0.0.1",
-    grpc_port: Annotated[
-        int,
-        typer.Option(
-            metavar="PORT", help="Port of the gRPC service; 0 takes a free one.", rich_help_panel=options.SERVER
-        ),
-    ] = 50051,
-    shutdown_timeout: Annotated[
-        float,
-        typer.Option(
-            metavar="SECONDS",
-            help="After SIGTERM or Ctrl-C, how long running requests may take to finish.",
-            rich_help_panel=options.SERVER,
-        ),
-    ] = 30.0,
+    host: server_options.Host = "127.0.0.1",
+    port: server_options.Port = 8000,
+    grpc_port: server_options.GrpcPort = 50051,
+    http: server_options.Http = True,
+    grpc: server_options.Grpc = True,
+    page: server_options.Page = True,
+    served_model_name: server_options.ServedModelName = None,
+    shutdown_timeout: server_options.ShutdownTimeout = 30.0,
+    api_key: server_options.ApiKey = None,
+    api_key_file: server_options.ApiKeyFile = None,
+    salt_by_key: server_options.SaltByKey = False,
+    ssl_certfile: server_options.SslCertfile = None,
+    ssl_keyfile: server_options.SslKeyfile = None,
+    ssl_ca_certs: server_options.SslCaCerts = None,
+    log_format: server_options.LogFormat = "text",
+    otlp_traces_endpoint: server_options.OtlpTracesEndpoint = None,
+    profile_dir: server_options.ProfileDir = None,
     max_model_len: options.MaxModelLen = None,
     page_size: options.PageSize = None,
     max_num_seqs: options.MaxNumSeqs = None,
@@ -55,20 +52,28 @@ def serve(
     dtype: options.Dtype = None,
     prefix_cache: options.PrefixCache = None,
     kernels: options.Kernels = None,
-    seed: Annotated[
-        int,
-        typer.Option(metavar="S", help="Seed of what the engine draws by itself.", rich_help_panel=options.NUMERICS),
-    ] = EngineConfig.seed,
+    seed: options.Seed = EngineConfig.seed,
     precompile: options.Precompile = None,
     compile_cache: options.CompileCache = None,
 ) -> None:
-    """Serve a model over gRPC, prefilling on one mesh and decoding on another."""
-    if not 0 <= grpc_port <= 65535:
-        raise InvalidArgument(f"--grpc-port {grpc_port} must be between 0 (any free port) and 65535", field="grpc_port")
-    if not shutdown_timeout >= 0:
-        raise InvalidArgument(
-            f"--shutdown-timeout {shutdown_timeout} must be 0 (stop at once) or more seconds", field="shutdown_timeout"
-        )
+    """Serve a model over HTTP (OpenAI's API) and gRPC, prefilling on one mesh and decoding on another."""
+    config = server_options.server_config(
+        host=host,
+        port=port if http else None,
+        grpc_port=grpc_port if grpc else None,
+        page=page,
+        served_names=tuple(served_model_name or ()),
+        shutdown_timeout_s=shutdown_timeout,
+        api_key=api_key,
+        api_key_file=api_key_file,
+        salt_by_key=salt_by_key,
+        ssl_certfile=ssl_certfile,
+        ssl_keyfile=ssl_keyfile,
+        ssl_ca_certs=ssl_ca_certs,
+        log_format=log_format,
+        otlp_endpoint=otlp_traces_endpoint,
+        profile_dir=profile_dir,
+    )
     engine = options.engine_fields(
         mode=mode,
         mesh=mesh,
@@ -90,16 +95,17 @@ def serve(
         precompile=precompile,
         compile_cache=compile_cache,
     )
-    _log_to_stderr()
-    _run(model, EngineConfig(**engine), host=host, grpc_port=grpc_port, shutdown_timeout=shutdown_timeout)
+    _run(model, EngineConfig(**engine), config, log_format=log_format)
 
 
-def _run(model: str, config: EngineConfig, *, host: str, grpc_port: int, shutdown_timeout: float) -> None:
+def _run(model: str, config: EngineConfig, server_config: ServerConfig, *, log_format: str) -> None:
     from jaxpd.checkpoints.resolving import resolve
     from jaxpd.engine import Engine
     from jaxpd.startup import prepare_devices
     from serving import server
+    from serving.logs import set_up
 
+    set_up(log_format)
     started_s = time.monotonic()
     progress = console_progress()
     engines: list[Engine] = []
@@ -112,32 +118,46 @@ def _run(model: str, config: EngineConfig, *, host: str, grpc_port: int, shutdow
         engines.append(engine)
         return engine
 
-    def on_ready(port: int) -> None:
-        print("\n".join(banner(engines[0].limits, host, port, time.monotonic() - started_s)), flush=True)
+    def on_ready(ports: Ports) -> None:
+        lines = banner(engines[0].limits, server_config, ports, time.monotonic() - started_s)
+        print("\n".join(lines), flush=True)
 
-    asyncio.run(
-        server.serve(make_engine, host=host, grpc_port=grpc_port, shutdown_timeout=shutdown_timeout, on_ready=on_ready)
-    )
+    asyncio.run(server.serve(make_engine, server_config, on_ready=on_ready))
 
 
-def banner(limits: Limits, host: str, port: int, ready_s: float) -> list[str]:
-    """What a person sees when the server is ready; the last line is the one to type in another terminal."""
+def banner(limits: Limits, config: ServerConfig, ports: Ports, ready_s: float) -> list[str]:
+    """What a person sees when the server is ready; the last lines are to be typed in another terminal."""
     words = {"mixed": "prefill and decode"}
     meshes = [f"{words.get(role, role)} on {','.join(specs)}" for role, specs in limits.meshes.items()]
-    address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-    # An address that means "all of them" is none to connect to.
-    reached = f"127.0.0.1:{port}" if host == "0.0.0.0" else f"[::1]:{port}" if host == "::" else address
+    scheme = "http" if config.tls is None else "https"
+    where, commands = [], []
+    if ports.http is not None:
+        url = f"{scheme}://{_reached(config.host, ports.http)}"
+        where.append(f"HTTP on {scheme}://{_address(config.host, ports.http)}")
+        key = " -H 'authorization: Bearer KEY'" if config.keys.required else ""
+        body = '{"prompt": "The capital of France is", "max_tokens": 16}'
+        commands.append(f"curl {url}/v1/completions{key} -H 'content-type: application/json' -d '{body}'")
+        if config.page:
+            commands.append(f"or open {url} in a browser")
+    if ports.grpc is not None:
+        where.append(f"gRPC on {_address(config.host, ports.grpc)}")
+        if config.tls is None and not config.keys.required:
+            reached = _reached(config.host, ports.grpc)
+            commands.append(f'{command_name()} generate --server {reached} --prompt "The capital of France is"')
     return [
         "",
         f"jaxpd {__version__} serves {limits.model} in {limits.dtype}: {'; '.join(meshes)}",
-        f"gRPC on {address}, ready in {seconds(ready_s)}. Ctrl-C stops it. In another terminal:",
+        f"{', '.join(where)}, ready in {seconds(ready_s)}. Ctrl-C stops it. In another terminal:",
         "",
-        f'    {command_name()} generate --server {reached} --prompt "The capital of France is"',
+        *(f"    {command}" for command in commands),
         "",
     ]
 
 
-def _log_to_stderr() -> None:
-    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s", level=logging.WARNING)
-    for package in ("jaxpd", "meshes", "pallas_kernels", "serving"):
-        logging.getLogger(package).setLevel(logging.INFO)
+def _address(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def _reached(host: str, port: int) -> str:
+    """An address that means "all of them" is none to connect to."""
+    return _address({"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host), port)

@@ -21,7 +21,7 @@ from jax.sharding import Mesh
 
 from meshes.heads import HeadLayout
 from meshes.transfer.meter import Meter
-from meshes.transfer.move import move_heads
+from meshes.transfer.move import crossing_bytes, move_heads
 
 Staging = tuple[jax.Array, ...]  # per KV slot of a device: [tp, L, N, S, W]
 Done = Callable[[list[Staging] | None, Exception | None], None]
@@ -66,6 +66,8 @@ class InProcessTransport:
         self.staging = StagingBound(max_staging_bytes)
         self.bytes_per_s = bytes_per_s
         self.cost = Meter()  # of offers, in bytes
+        self._counting = threading.Lock()
+        self._crossed = 0
         self._link = threading.Lock()
         self._link_free_s = 0.0
         self._executor = ThreadPoolExecutor(workers, thread_name_prefix="jaxpd-handoff")
@@ -84,6 +86,7 @@ class InProcessTransport:
                 jax.block_until_ready(moved)
                 size = sum(array.nbytes for piece in pieces for array in piece)
                 self.cost.record(size, self._pass_link(start, size))
+                self._count(sum(crossing_bytes(piece, src, dst) for piece in pieces))
             except Exception as error:  # whatever the runtime raises belongs to this transfer alone
                 done(None, error)
             else:
@@ -92,9 +95,19 @@ class InProcessTransport:
         self._executor.submit(run)
         return secrets.randbits(64)
 
+    @property
+    def crossed_bytes(self) -> int:
+        """Bytes that have crossed from mesh to mesh since the start, without copies inside the destination."""
+        with self._counting:
+            return self._crossed
+
     def close(self) -> None:
         """Waits for transfers under way and ends the threads."""
         self._executor.shutdown(wait=True)
+
+    def _count(self, crossed: int) -> None:
+        with self._counting:
+            self._crossed += crossed
 
     def _pass_link(self, start_s: float, size: int) -> float:
         """Waits as long as a slow link takes; returns the seconds that the offer itself took, without its turn."""

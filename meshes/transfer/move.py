@@ -29,6 +29,11 @@ def head_pieces(src: HeadLayout, dst: HeadLayout) -> Plan:
     return plan(head_cut(src), head_cut(dst))
 
 
+def crossing_bytes(staging: tuple[jax.Array, ...], src: HeadLayout, dst: HeadLayout) -> int:
+    """Bytes that `move_heads` sends from one replica to the other: every true head once, padding of pages included."""
+    return len(head_pieces(src, dst).pieces) * (staging[0].nbytes // src.tp)
+
+
 def move_heads(
     staging: tuple[jax.Array, ...], src: HeadLayout, dst: HeadLayout, dst_mesh: Mesh
 ) -> tuple[jax.Array, ...]:

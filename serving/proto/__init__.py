@@ -1,4 +1,4 @@
-"""The wire: `jaxpd/v1/*.proto`, and the modules that `python -m serving.proto.generate` makes of them.
+"""The wire: `jaxpd/v1`, `open_inference`, and the modules that `python -m serving.proto.generate` makes of both.
 
 Generated code is committed, so that nobody needs a compiler to install jaxpd; a test holds it to the sources.
 """

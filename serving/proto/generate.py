@@ -1,4 +1,4 @@
-"""Makes the Python modules of `jaxpd/v1/*.proto` again: `python -m serving.proto.generate [FOLDER]`.
+"""Makes the Python modules of the `.proto` files again: `python -m serving.proto.generate [FOLDER]`.
 
 The compiler is given the repository root as its only root. Made from `serving/proto` instead, the modules would import
 `jaxpd.v1` and collide with the engine's package. Made with grpcio-tools 1.81.1 they run on every protobuf from 6.33.5
@@ -13,7 +13,14 @@ import sys
 
 TOOLS_VERSION = "1.81.1"
 ROOT = pathlib.Path(__file__).resolve().parents[2]
-SOURCES = ("serving/proto/jaxpd/v1/inference.proto", "serving/proto/jaxpd/v1/control.proto")
+SOURCES = (
+    "serving/proto/jaxpd/v1/inference.proto",
+    "serving/proto/jaxpd/v1/control.proto",
+    "serving/proto/open_inference/open_inference.proto",
+)
+# Other packages bring messages of the same full names, and one pool of descriptors holds a name once: in the default
+# pool these would make it impossible to import jaxpd and, say, tritonclient into one process.
+POOL_OF_ITS_OWN = "serving/proto/open_inference/open_inference_pb2.py"
 
 
 def generated_files() -> tuple[str, ...]:
@@ -33,6 +40,11 @@ def generate(out: pathlib.Path = ROOT) -> None:
     code = protoc.main([*arguments, *(str(ROOT / source) for source in SOURCES)])
     if code:
         raise SystemExit(code)
+    module = out / POOL_OF_ITS_OWN
+    source, default, own = module.read_text("utf-8"), "_descriptor_pool.Default()", "_descriptor_pool.DescriptorPool()"
+    if source.count(default) != 1:
+        raise SystemExit(f"{module} is not made as expected: {default} stands there {source.count(default)} times")
+    module.write_text(source.replace(default, own), "utf-8")
 
 
 if __name__ == "__main__":

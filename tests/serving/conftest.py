@@ -6,14 +6,17 @@ import contextlib
 import dataclasses
 import importlib.util
 import pathlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable
 from types import ModuleType
 from typing import Any
 
 import pytest
 
+from serving.callers import Keys
 from serving.gateway import Gateway
 from serving.grpc_server import GrpcFront
+from serving.observer import Observer
+from serving.tls import Tls
 
 HERE = pathlib.Path(__file__).parent
 
@@ -45,8 +48,15 @@ def scripted() -> ModuleType:
 def opened(scripted: ModuleType) -> Callable[..., Any]:
     """`opened(**options)` -> (gateway, engine), on the running loop."""
 
-    def open_(*, tokenizer: bool = True, max_model_len: int = 4096, **options: Any) -> tuple[Gateway, Any]:
-        gateway = Gateway()
+    def open_(
+        *,
+        tokenizer: bool = True,
+        max_model_len: int = 4096,
+        observers: Iterable[Observer] = (),
+        salt_by_caller: bool = False,
+        **options: Any,
+    ) -> tuple[Gateway, Any]:
+        gateway = Gateway(observers=observers, salt_by_caller=salt_by_caller)
         engine = scripted.ScriptedEngine(gateway.on_events, **options)
         engine.start()
         model = scripted.served_model(scripted.byte_tokenizer() if tokenizer else None, max_model_len)
@@ -61,9 +71,9 @@ def served(opened: Callable[..., Any]) -> Callable[..., Any]:
     """`async with served(**options) as running:` a ready server on a free port."""
 
     @contextlib.asynccontextmanager
-    async def serve(**options: Any) -> AsyncIterator[Running]:
+    async def serve(*, keys: Keys | None = None, tls: Tls | None = None, **options: Any) -> AsyncIterator[Running]:
         gateway, engine = opened(**options)
-        front = GrpcFront(gateway)
+        front = GrpcFront(gateway, keys=keys, tls=tls)
         port = front.bind("127.0.0.1", 0)
         await front.start()
         await front.set_ready(True)
@@ -74,3 +84,19 @@ def served(opened: Callable[..., Any]) -> Callable[..., Any]:
             engine.close()
 
     return serve
+
+
+@pytest.fixture(scope="session")
+def scraped() -> Callable[[Any], dict[tuple[str, frozenset[tuple[str, str]]], float]]:
+    """`scraped(metrics)` -> {(sample name, labels without model_name): value}, read as Prometheus would."""
+    from prometheus_client.parser import text_string_to_metric_families
+
+    def scrape(metrics: Any) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
+        text = metrics.render()[0].decode()
+        return {
+            (sample.name, frozenset((k, v) for k, v in sample.labels.items() if k != "model_name")): sample.value
+            for family in text_string_to_metric_families(text)
+            for sample in family.samples
+        }
+
+    return scrape

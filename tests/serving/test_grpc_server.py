@@ -153,7 +153,7 @@ def test_bugs_are_logged_and_not_shown(
 
     with caplog.at_level(logging.ERROR, logger="serving"):
         asyncio.run(run())
-    logged = [record for record in caplog.records if record.name == "serving.grpc_server"]
+    logged = [record for record in caplog.records if record.name == "serving.interceptors"]
     assert len(logged) == 2 and all("r7" in r.getMessage() and r.exc_info for r in logged)
 
 
@@ -320,11 +320,18 @@ def test_reflection(served: Served) -> None:
             asked = [
                 reflection_pb2.ServerReflectionRequest(list_services=""),
                 reflection_pb2.ServerReflectionRequest(file_containing_symbol="jaxpd.v1.Inference"),
+                reflection_pb2.ServerReflectionRequest(file_containing_symbol="inference.GRPCInferenceService"),
+                reflection_pb2.ServerReflectionRequest(file_containing_symbol="no.such.Service"),
             ]
-            listed, described = [answer async for answer in reflect.ServerReflectionInfo(iter(asked))]
+            listed, described, open_inference, none = [
+                answer async for answer in reflect.ServerReflectionInfo(iter(asked))
+            ]
+            assert open_inference.file_descriptor_response.file_descriptor_proto
+            assert none.error_response.error_code == grpc.StatusCode.NOT_FOUND.value[0]
             assert {s.name for s in listed.list_services_response.service} == {
                 "jaxpd.v1.Inference",
                 "jaxpd.v1.Control",
+                "inference.GRPCInferenceService",
                 "grpc.health.v1.Health",
                 "grpc.reflection.v1alpha.ServerReflection",
             }

@@ -1,0 +1,48 @@
+"""The FastAPI application: every route of the HTTP front round one gateway."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from fastapi import FastAPI
+
+from jaxpd.version import __version__
+from serving.callers import Keys
+from serving.gateway import Gateway
+from serving.http import errors, live, page, system
+from serving.http.middleware import ApiKeys, Bodies, RequestIds
+from serving.http.openai import chat, completions, extras
+from serving.http.options import HttpOptions
+from serving.http.ready import Ready
+
+# Answered without a key: probes, scrapers and the page itself. Everything else is guarded, also what comes later.
+# `/live` is for the page, and asks for a key itself.
+OPEN_PATHS = ("/", "/health", "/metrics", "/version", "/openapi.json", "/favicon.ico", "/live")
+OPEN_FOLDERS = ("/page/",)
+
+
+def make_app(
+    gateway: Gateway,
+    *,
+    keys: Keys,
+    metrics_render: Callable[[str], tuple[bytes, str]] | None = None,
+    options: HttpOptions | None = None,
+    ready: Ready | None = None,
+) -> FastAPI:
+    """All routes. `metrics_render` gets an `accept` header and gives a body and its content type."""
+    options = options or HttpOptions()
+    # The documentation pages load scripts from elsewhere; the description itself is served.
+    app = FastAPI(title="jaxpd", version=__version__, docs_url=None, redoc_url=None)
+    errors.install(app)
+    app.include_router(system.make_router(gateway, ready or Ready(gateway, ready=True), metrics_render, options))
+    app.include_router(extras.make_router(gateway))
+    app.include_router(completions.make_router(gateway))
+    app.include_router(chat.make_router(gateway))
+    if options.page:
+        app.include_router(page.make_router())
+        app.include_router(live.make_router(gateway, keys))
+    # The last one added is the first to see a request.
+    app.add_middleware(Bodies, most=options.max_body_bytes, most_together=options.max_bodies_bytes)
+    app.add_middleware(ApiKeys, keys=keys, open_paths=OPEN_PATHS, open_folders=OPEN_FOLDERS)
+    app.add_middleware(RequestIds)
+    return app
