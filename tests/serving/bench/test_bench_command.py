@@ -127,6 +127,9 @@ def test_the_key_stays_out_of_everything(delay_process: Start, tmp_path: pathlib
     assert done.exit_code == 0, done.output
     assert "sesame" not in done.output + file.read_text(encoding="utf-8")
     assert written(file)["config"]["target"]["api_key"] == "given, not kept"
+    key.write_text("[alice]\nkey = 'sesame'\n", encoding="utf-8")
+    done = run("--base-url", url, "--api-key-file", str(key))
+    assert done.exit_code == 2 and "looks like a server's list of keys" in done.stderr
 
 
 def test_a_trace_from_a_file_at_another_speed(delay_process: Start, tmp_path: pathlib.Path) -> None:
@@ -173,6 +176,7 @@ def test_a_trace_from_a_file_at_another_speed(delay_process: Start, tmp_path: pa
         (("--api-key", "a", "--api-key-file", "b"), "leave one out"),
         (("--api-key-file", "/no/such"), "--api-key-file /no/such cannot be read"),
         (("--api-key", "p\u00e4ss"), "printable ASCII"),
+        (("--tls",), "--tls is for --backend grpc"),
         (("--output", "/no/such/out.json"), "--output /no/such/out.json: there is no folder /no/such"),
         (("--base-url", "http://127.0.0.1:9"), "no server answers at http://127.0.0.1:9"),
     ],
