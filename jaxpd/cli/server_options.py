@@ -129,7 +129,8 @@ def server_config(
 ) -> ServerConfig:
     """Checked before a model is fetched. Raises InvalidArgument naming the flag."""
     from serving.callers import load_keys
-    from serving.config import ServerConfig
+    from serving.config import LOG_FORMATS, ServerConfig
+    from serving.tls import tls_of
 
     if log_format not in LOG_FORMATS:
         raise InvalidArgument(f"--log-format {log_format} must be one of {', '.join(LOG_FORMATS)}", field="log_format")

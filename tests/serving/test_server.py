@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import pathlib
 import signal
@@ -15,12 +16,14 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from types import ModuleType
 from typing import Any
 
+import httpx
 import pytest
 
 from jaxpd.errors import FailedPrecondition, Unavailable
 from jaxpd.request import FinishReason
 from serving import server
 from serving.client import AsyncClient, Client
+from serving.config import ServerConfig
 from serving.messages import Finished, GenerateRequest, Tokens
 from serving.proto.jaxpd.v1 import control_pb2
 from serving.server import serve
@@ -39,9 +42,10 @@ def scripted_model(scripted: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Non
 async def serving(make: Callable[..., Any], **options: Any) -> AsyncIterator[tuple[str, asyncio.Event, asyncio.Task]]:
     """A running `serve`: (address, the event that stops it, its task)."""
     stop, ready = asyncio.Event(), asyncio.get_running_loop().create_future()
-    task = asyncio.create_task(serve(make, grpc_port=0, stop=stop, on_ready=ready.set_result, **options))
-    port = await asyncio.wait_for(ready, 10)
-    yield f"127.0.0.1:{port}", stop, task
+    config = ServerConfig(port=None, grpc_port=0, **options)
+    task = asyncio.create_task(serve(make, config, stop=stop, on_ready=ready.set_result))
+    ports = await asyncio.wait_for(ready, 10)
+    yield f"127.0.0.1:{ports.grpc}", stop, task
     stop.set()
     await asyncio.wait_for(task, 10)
 
@@ -54,7 +58,7 @@ def test_drain_lets_running_answers_finish(scripted: ModuleType, scripted_model:
         return engines[0]
 
     async def run() -> None:
-        async with serving(make, shutdown_timeout=10) as (address, stop, task), AsyncClient(address) as client:
+        async with serving(make, shutdown_timeout_s=10) as (address, stop, task), AsyncClient(address) as client:
             answers = [asyncio.create_task(client.generate(LONG)) for _ in range(8)]
             while engines[0].running < 8:
                 await asyncio.sleep(0.01)
@@ -79,7 +83,7 @@ def test_what_still_runs_at_the_timeout_is_aborted_and_says_so(scripted: ModuleT
         def make(on_events: Any) -> Any:
             return scripted.ScriptedEngine(on_events, step_s=0.01)
 
-        async with serving(make, shutdown_timeout=0.3) as (address, stop, task), AsyncClient(address) as client:
+        async with serving(make, shutdown_timeout_s=0.3) as (address, stop, task), AsyncClient(address) as client:
             stream = client.stream(GenerateRequest(text="abc", max_tokens=4000))
             got = [await anext(stream), await anext(stream)]
             stop.set()
@@ -99,7 +103,7 @@ def test_live_before_ready_and_a_failing_start_ends_it(scripted: ModuleType) -> 
     async def run() -> None:
         with contextlib.closing(__import__("socket").create_server(("127.0.0.1", 0))) as free:
             port = free.getsockname()[1]
-        task = asyncio.create_task(serve(make, grpc_port=port, stop=asyncio.Event()))
+        task = asyncio.create_task(serve(make, ServerConfig(port=None, grpc_port=port), stop=asyncio.Event()))
         await asyncio.sleep(0.1)
         async with AsyncClient(f"127.0.0.1:{port}") as client:
             assert (await client.server_info()).state == control_pb2.SERVER_STATE_STARTING
@@ -117,7 +121,8 @@ def test_a_port_in_use_costs_no_loading(scripted: ModuleType, scripted_model: No
         async with serving(scripted.ScriptedEngine) as (address, _, _):
             port = int(address.rpartition(":")[2])
             with pytest.raises(FailedPrecondition, match=f"--grpc-port {port} on --host 127.0.0.1 is in use"):
-                await serve(made.append, grpc_port=port, stop=asyncio.Event())  # type: ignore[arg-type]
+                config = ServerConfig(port=None, grpc_port=port)
+                await serve(made.append, config, stop=asyncio.Event())  # type: ignore[arg-type]
         assert made == []
 
     asyncio.run(run())
@@ -133,7 +138,9 @@ PROGRAM = """
     def make(on_events):
         print("making", flush=True)
         return scripted.ScriptedEngine(on_events, step_s=0.02, start_s=float(sys.argv[2]))
-    asyncio.run(server.serve(make, grpc_port=0, shutdown_timeout=20, on_ready=lambda port: print(port, flush=True)))
+    config = server.ServerConfig(port=0, grpc_port=0, shutdown_timeout_s=20)
+    said = lambda ports: print(ports.grpc, ports.http, flush=True)
+    asyncio.run(server.serve(make, config, on_ready=said))
     print("end", flush=True)
 """
 
@@ -155,7 +162,7 @@ def process(start_s: float = 0.0) -> Iterator[subprocess.Popen[str]]:
 def test_first_signal_drains_and_exits_with_0(number: int) -> None:
     with process() as child:
         assert child.stdout is not None
-        with Client(f"127.0.0.1:{int(child.stdout.readline())}") as client:
+        with Client(f"127.0.0.1:{int(child.stdout.readline().split()[0])}") as client:
             stream = client.stream(LONG)
             got = [next(stream), next(stream)]
             child.send_signal(number)
@@ -167,10 +174,50 @@ def test_first_signal_drains_and_exits_with_0(number: int) -> None:
         assert child.wait(10) == 0
 
 
+@pytest.mark.parametrize("streams", [16])
+def test_sigterm_under_load_over_http(streams: int) -> None:
+    """Running answers finish, health turns, new work is refused with 503, and the process ends with 0."""
+    body = {"prompt": "abc", "max_tokens": 60, "temperature": 0, "stream": True}
+    with process() as child:
+        assert child.stdout is not None
+        url = f"http://127.0.0.1:{child.stdout.readline().split()[1]}"
+
+        async def run() -> None:
+            async with httpx.AsyncClient(base_url=url, timeout=20) as client:
+                begun = asyncio.Semaphore(0)
+
+                async def ask() -> str:
+                    said = ""
+                    async with client.stream("POST", "/v1/completions", json=body) as reply:
+                        async for line in reply.aiter_lines():
+                            if line.startswith("data: {"):
+                                begun.release()
+                                said += json.loads(line[6:])["choices"][0]["text"]
+                            elif line == "data: [DONE]":
+                                return said
+                    raise AssertionError("the stream broke off")
+
+                assert (await client.get("/health")).status_code == 200
+                asking = [asyncio.create_task(ask()) for _ in range(streams)]
+                for _ in range(streams):
+                    await begun.acquire()
+                child.send_signal(signal.SIGTERM)
+                while (await client.get("/health")).status_code == 200:
+                    await asyncio.sleep(0.01)
+                refused = await client.post("/v1/completions", json=body)
+                assert refused.status_code == 503 and "retry-after" in refused.headers
+                assert "shutting down" in refused.json()["error"]["message"]
+                assert await asyncio.gather(*asking) == ["abc" * 20] * streams
+
+        asyncio.run(run())
+        assert child.stdout.read() == "end\n"
+        assert child.wait(10) == 0
+
+
 def test_second_signal_ends_at_once() -> None:
     with process() as child:
         assert child.stdout is not None
-        with Client(f"127.0.0.1:{int(child.stdout.readline())}") as client:
+        with Client(f"127.0.0.1:{int(child.stdout.readline().split()[0])}") as client:
             stream = client.stream(GenerateRequest(text="abc", max_tokens=4000))
             next(stream)
             child.send_signal(signal.SIGTERM)
