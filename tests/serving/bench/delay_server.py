@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import collections
+import contextlib
 import dataclasses
 import json
 import ssl
@@ -49,6 +50,7 @@ class Server:
         self.running = self.most = 0
         self._arrived: collections.deque[float] = collections.deque(maxlen=21)
         self._server: asyncio.Server | None = None
+        self._tasks: set[asyncio.Task[Any]] = set()
 
     async def start(self) -> int:
         """Listens on a free port, and returns it."""
@@ -60,12 +62,19 @@ class Server:
         return int(self._server.sockets[0].getsockname()[1])
 
     async def stop(self) -> None:
-        """No new connections."""
+        """Ends all connections."""
         assert self._server is not None
         self._server.close()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.connections += 1
+        task = asyncio.current_task()
+        assert task is not None
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
         try:
             while True:
                 head = (await reader.readuntil(b"\r\n\r\n")).decode().split("\r\n")
@@ -76,8 +85,12 @@ class Server:
                 await writer.drain()
         except (asyncio.IncompleteReadError, ConnectionError):
             return  # the client is gone
+        except asyncio.CancelledError:
+            return  # by stop(); a cancelled handler would be logged
         finally:
             writer.close()
+            with contextlib.suppress(ConnectionError, ssl.SSLError):
+                await writer.wait_closed()
 
     async def _answer(
         self, path: str, headers: dict[str, str], body: dict[str, Any], writer: asyncio.StreamWriter

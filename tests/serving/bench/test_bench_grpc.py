@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from jaxpd.errors import FailedPrecondition, Internal, InvalidArgument, Unavailable
+from jaxpd.errors import FailedPrecondition, Internal, InvalidArgument, Unauthenticated, Unavailable
 from jaxpd.progress import SilentProgress
 from serving.bench.arrivals import Arrivals
 from serving.bench.lengths import Lengths
@@ -19,6 +19,8 @@ from serving.bench.session import Outcome, Plan, measure
 from serving.bench.target import Target
 from serving.bench.traces import read_trace
 from serving.bench.workload import Workload
+from serving.callers import Caller, Keys
+from serving.tls import Tls
 
 
 def bench(served: Callable[..., Any], options: dict[str, Any], **plan: Any) -> tuple[Outcome, Any]:
@@ -120,3 +122,15 @@ def test_no_server_and_options_of_the_other_protocol(served: Callable[..., Any])
         asyncio.run(measure(plan, SilentProgress(), asyncio.Event()))
     with pytest.raises(FailedPrecondition, match="--extra-body"), contextlib.suppress(Unavailable):
         bench(served, {}, target={"extra_body": {"top_p": 1}})
+
+
+def test_a_key_and_tls_go_along(served: Callable[..., Any], certificate: dict[str, pathlib.Path]) -> None:
+    keys = Keys({"sesame": Caller(name="me")})
+    small = {"workload": Workload(output_len=Lengths("fixed", 2)), "arrivals": Arrivals(num_requests=2)}
+    secure = {"keys": keys, "tls": Tls(**certificate)}
+    outcome, _ = bench(served, secure, target={"api_key": "sesame", "ssl_ca_certs": certificate["certfile"]}, **small)
+    assert outcome.probes[0].summary.answered == 2
+    with pytest.raises(Unavailable):  # no CA that this machine trusts has signed it
+        bench(served, secure, target={"api_key": "sesame", "tls": True}, **small)
+    with pytest.raises((Unauthenticated, FailedPrecondition)):
+        bench(served, {"keys": keys}, target={"api_key": "wrong"}, **small)

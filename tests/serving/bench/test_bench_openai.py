@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from jaxpd.errors import FailedPrecondition, Unauthenticated, Unavailable
+from jaxpd.errors import FailedPrecondition, InvalidArgument, Unauthenticated, Unavailable
 from jaxpd.progress import SilentProgress
 from serving.bench.arrivals import Arrivals
 from serving.bench.lengths import Lengths
@@ -88,7 +88,7 @@ def bench(delaying: Callable[..., Any], options: dict[str, Any], **plan: Any) ->
         ((HEAD + b"data: [DONE]\n\n",), "no tokens", "no tokens"),
         ((HEAD + token("", finish_reason="stop") + b"data: [DONE]\n\n",), "no tokens", ""),
         ((HEAD + token() + token(finish_reason="abort") + b"data: [DONE]\n\n",), "finished by abort", "abort"),
-        ((HEAD + token(), 5.0), "timeout", "--timeout"),
+        ((HEAD + token(), 1.0), "timeout", "--timeout"),
     ],
 )
 def test_every_failure_has_a_kind(
@@ -281,27 +281,15 @@ def test_texts_of_a_trace_go_as_they_are(delaying: Callable[..., Any], tmp_path:
         assert any("/tokenize" in note and "4 characters" in note for note in outcome.about.notes) == (not tokenizes)
 
 
-def test_tls_with_the_servers_authority_and_without(delaying: Callable[..., Any], tmp_path: pathlib.Path) -> None:
-    cert, key = tmp_path / "cert.pem", tmp_path / "key.pem"
-    make_certificate(cert, key)
-    options = {"ttft_s": 0.0, "itl_s": 0.0, "certfile": str(cert), "keyfile": str(key)}
+def test_tls_with_the_servers_authority_and_without(
+    delaying: Callable[..., Any], certificate: dict[str, pathlib.Path]
+) -> None:
+    options = {"ttft_s": 0.0, "itl_s": 0.0, **{name: str(path) for name, path in certificate.items()}}
     small = {"workload": Workload(output_len=Lengths("fixed", 2)), "arrivals": Arrivals(num_requests=2)}
-    outcome, _ = bench(delaying, options, target={"ssl_ca_certs": cert}, **small)
+    outcome, _ = bench(delaying, options, target={"ssl_ca_certs": certificate["certfile"]}, **small)
     assert outcome.probes[0].summary.answered == 2
     with pytest.raises(Unavailable, match="certificate"):
         bench(delaying, options, **small)
-
-
-def make_certificate(cert: pathlib.Path, key: pathlib.Path) -> None:
-    """A self-signed certificate of 127.0.0.1, by openssl."""
-    import shutil
-    import subprocess
-
-    if shutil.which("openssl") is None:
-        pytest.skip("makes its certificate with openssl, which is not installed")
-    subprocess.run(
-        ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=127.0.0.1"]
-        + ["-addext", "subjectAltName=IP:127.0.0.1", "-keyout", str(key), "-out", str(cert)],
-        check=True,
-        capture_output=True,
-    )
+    for wrong in ({"ssl_ca_certs": certificate["keyfile"]}, {f"ssl_{n}": certificate["certfile"] for n in certificate}):
+        with pytest.raises(InvalidArgument, match="must be PEM files"):
+            bench(delaying, options, target=wrong, **small)
