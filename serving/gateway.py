@@ -60,6 +60,9 @@ logger = logging.getLogger(__name__)
 # wait for it.
 LONG_PROMPT = 4096
 SUBMITTING_THREADS = 2
+# Streams hear of new tokens together, and the more streams the more rarely: a message costs the loop about so long
+# (benchmarks/fronts.py), and the engine's threads wait for it meanwhile. First and last tokens never wait.
+MESSAGE_S, LONGEST_PACE_S = 0.0002, 0.05
 HERE = Origin()  # a caller in this process
 
 
@@ -98,6 +101,9 @@ class Gateway:
         self._quotas = Quotas()
         # Grammars are compiled in here; a thread of their own keeps them from holding up prompts.
         self._submitting = concurrent.futures.ThreadPoolExecutor(SUBMITTING_THREADS, thread_name_prefix="jaxpd-submit")
+        self._paced: set[Live] = set()  # have news, and will be woken together
+        self._waking: asyncio.TimerHandle | None = None
+        self._woken_s = 0.0
         self._readers = 0
         self._nobody_reads = asyncio.Event()
         self._nobody_reads.set()
@@ -371,7 +377,23 @@ class Gateway:
                 self._observers.finished(live.request, live.origin, event)
                 if live.left and live.finished and not live.submitting:
                     self._forget(live)
+            if live.begun and waiting.finish is None:
+                self._paced.add(live)
+            else:
+                live.begun = True
+                live.wake.set()
+        if self._paced and self._waking is None:
+            wait_s = self._woken_s + min(self._readers * MESSAGE_S, LONGEST_PACE_S) - time.monotonic()
+            if wait_s > 0:
+                self._waking = self._loop.call_later(wait_s, self._wake_paced)
+            else:
+                self._wake_paced()
+
+    def _wake_paced(self) -> None:
+        self._waking, self._woken_s = None, time.monotonic()
+        for live in self._paced:
             live.wake.set()
+        self._paced.clear()
 
 
 def _aborted(understood: Understood) -> list[Finished]:

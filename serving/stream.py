@@ -51,6 +51,7 @@ class Live:
         self.submitting = False  # in a thread, which goes on when the reader leaves
         self.aborted = False  # by abort(), before it was submitted
         self.left = False  # nobody reads any more
+        self.begun = False  # its first tokens are here
         self.samples: list[Waiting] = []
         self.wake = asyncio.Event()
 
