@@ -195,7 +195,8 @@ class OpenAIBackend:
         self._words = Words(words, cost=cost, overhead=overhead)
         if self._ids is not None:
             return [f"prompts are token ids, {len(set(whole))} different ones that /tokenize gave for common words"]
-        return [f"prompts are words of {cost} tokens each, by /tokenize; {overhead} tokens of each are the template's"]
+        template = f"; {overhead} tokens of each prompt are the template's" if self._chat else ""
+        return [f"prompts are words, {cost} token{'s' * (cost > 1)} each by /tokenize{template}"]
 
     async def _calibrate(self) -> list[str]:
         """Without /tokenize: the cost of a word from the usage of two short calls."""

@@ -210,6 +210,7 @@ def test_times_with_their_units() -> None:
 
 
 def test_help_names_every_flag_that_others_build_on() -> None:
+    assert "bench" in CliRunner().invoke(main.app, ("--help",)).output
     shown = set(re.findall(r"(?<![\w-])--[a-z][a-z-]*", run("--help").output))
     assert (
         set(
