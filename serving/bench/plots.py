@@ -90,7 +90,7 @@ def _latency_by_rate(axis: Any, outcome: Outcome) -> None:
             values = [1e3 * getattr(getattr(probe.summary, name), percentile) for probe in probes]
             label = f"{name[:4].upper()} {percentile}"
             axis.plot([p.rate for p in probes], values, style, color=color, marker=".", label=label)
-    for value, color in ((outcome.plan.slo.ttft_s), (outcome.plan.slo.tpot_s)):
+    for value, color in ((outcome.plan.slo.ttft_s, BLUE), (outcome.plan.slo.tpot_s, ORANGE)):
         if value is not None:
             axis.axhline(1e3 * value, color=color, linestyle="--", linewidth=0.8)
     axis.set(xlabel="requests/s", ylabel="ms", yscale="log", title="Latency by rate (dashed: SLO)")

@@ -52,7 +52,9 @@ def test_lengths_shared_prefixes_and_usage(served: Callable[..., Any]) -> None:
 
 def test_refusals_and_errors_are_failures_of_their_kind(served: Callable[..., Any]) -> None:
     small = Workload(input_len=Lengths("fixed", 5), output_len=Lengths("fixed", 20))
-    outcome, _ = bench(served, {"step_s": 0.002, "max_queued": 4}, workload=small, arrivals=Arrivals(num_requests=10))
+    long = Workload(input_len=Lengths("fixed", 5), output_len=Lengths("fixed", 200))  # none ends before all have come
+    queue = {"step_s": 0.005, "max_queued": 4}
+    outcome, _ = bench(served, queue, workload=long, arrivals=Arrivals(num_requests=10), warm_up=0)
     assert outcome.probes[0].summary.failures == {"RESOURCE_EXHAUSTED": 6}
     # The scripted engine fails a prompt that begins with the byte `!`, 33: one in 34 of these.
     outcome, _ = bench(
@@ -77,8 +79,11 @@ def test_a_stop_cuts_off_what_runs_and_frees_it(served: Callable[..., Any]) -> N
                 warm_up=0,
             )
             stop = asyncio.Event()
-            asyncio.get_running_loop().call_later(0.3, stop.set)
-            outcome = await measure(plan, SilentProgress(), stop)
+            measuring = asyncio.create_task(measure(plan, SilentProgress(), stop))
+            while running.engine.running < 7:
+                await asyncio.sleep(0.01)
+            stop.set()
+            outcome = await measuring
             assert outcome.stopped and outcome.probes[0].summary.cut_off == 7
             assert outcome.probes[0].summary.requests == 0
             for _ in range(100):

@@ -59,7 +59,8 @@ def test_a_full_queue_is_a_429(opened: Callable[..., Any]) -> None:
         opened,
         {"step_s": 0.005, "max_queued": 4},
         "openai-completions",
-        workload=Workload(input_len=Lengths("fixed", 8), output_len=Lengths("fixed", 40)),
+        workload=Workload(input_len=Lengths("fixed", 8), output_len=Lengths("fixed", 200)),
         arrivals=Arrivals(num_requests=10),
+        warm_up=0,
     )
     assert outcome.probes[0].summary.failures == {"http 429": 6}
