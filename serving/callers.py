@@ -92,6 +92,15 @@ def load_keys(path: pathlib.Path | None, keys: Iterable[str] = ()) -> Keys:
     if path is not None:
         for name, table in _read(path).items():
             where = f"--api-key-file {path}: [{name}]"
+            if not name or not name.isprintable():
+                raise InvalidArgument(
+                    f"--api-key-file {path}: [{name!r:.60}] must have a name of printable characters",
+                    field="api_key_file",
+                )
+            if any(caller.name == name for caller in callers.values()):
+                raise InvalidArgument(
+                    f"{where} is the name of a key from --api-key; give it another one", field="api_key_file"
+                )
             if not isinstance(table, dict):
                 raise InvalidArgument(f'{where} must be a table with `key = "..."`', field="api_key_file")
             if unknown := sorted(set(table) - {"key", "max_requests", "max_tokens"}):

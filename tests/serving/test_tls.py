@@ -100,6 +100,10 @@ def ask(served: Served, of_server: Tls | None, host: str = "127.0.0.1", **client
     return first
 
 
+def pair(files: dict[str, pathlib.Path]) -> Any:
+    return files
+
+
 def test_tls(served: Served, files: Files) -> None:
     tls = Tls(**files.server)
     assert ask(served, tls, ca_certs=files.ca["certfile"]) == "abca"
@@ -114,10 +118,10 @@ def test_tls(served: Served, files: Files) -> None:
 
 def test_mutual_tls(served: Served, files: Files) -> None:
     tls = Tls(**files.server, ca_certs=files.ca["certfile"])
-    assert ask(served, tls, ca_certs=files.ca["certfile"], **files.client) == "abca"
+    assert ask(served, tls, ca_certs=files.ca["certfile"], **pair(files.client)) == "abca"
     missing = ask(served, tls, ca_certs=files.ca["certfile"])
     assert "hangs up" in missing and "if it wants a certificate of the client, give certfile and keyfile" in missing
-    wrong = ask(served, tls, ca_certs=files.ca["certfile"], **files.stranger)
+    wrong = ask(served, tls, ca_certs=files.ca["certfile"], **pair(files.stranger))
     assert "it may not accept the client's certificate; give one that its CA has signed" in wrong
 
 

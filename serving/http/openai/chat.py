@@ -32,7 +32,7 @@ from serving.messages import GenerateRequest
 from serving.model import ServedModel
 from serving.parsing import Parser, Tools, forced_answer, forced_calls, make_parser, marker_token_ids, read_tools
 from serving.parsing.formats import reasoning_marks
-from serving.understand import prompt_characters
+from serving.understand import LONG_PROMPT, prompt_characters
 
 
 def make_router(gateway: Gateway) -> APIRouter:
