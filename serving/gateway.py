@@ -28,14 +28,11 @@ from jaxpd.request import (
     Event,
     FinishReason,
     Request,
-    Timings,
     TokensEvent,
-    Usage,
 )
 from serving.callers import Caller, Quotas, salted_by
 from serving.messages import (
     Answer,
-    Finished,
     GenerateRequest,
     Message,
     Tokens,
@@ -48,18 +45,18 @@ from serving.messages import (
 from serving.model import ServedModel
 from serving.observer import Observer, Observers, Origin
 from serving.pace import Pace
-from serving.stream import Live, Reader, Waiting
-from serving.understand import check_response, check_sizes, params_of, prompt_characters, prompt_ids_of
+from serving.stream import Live, Reader, Waiting, aborted_early
+from serving.understand import LONG_PROMPT, check_response, check_sizes, params_of, prompt_characters, prompt_ids_of
 
 if TYPE_CHECKING:
     from jaxpd.stats import EngineStats
 
 logger = logging.getLogger(__name__)
 
-# A prompt of more characters is tokenized in a thread, and one of more tokens submitted in one, so that nobody's tokens
-# wait for it.
-LONG_PROMPT = 4096
 SUBMITTING_THREADS = 2
+# Streams hear of new tokens together, and the more streams the more rarely: a message costs the loop about so long
+# (benchmarks/fronts.py), and the engine's threads wait for it meanwhile. First and last tokens never wait.
+MESSAGE_S, LONGEST_PACE_S = 0.0002, 0.05
 HERE = Origin()  # a caller in this process
 
 
@@ -98,6 +95,9 @@ class Gateway:
         self._quotas = Quotas()
         # Grammars are compiled in here; a thread of their own keeps them from holding up prompts.
         self._submitting = concurrent.futures.ThreadPoolExecutor(SUBMITTING_THREADS, thread_name_prefix="jaxpd-submit")
+        self._paced: set[Live] = set()  # have news, and will be woken together
+        self._waking: asyncio.TimerHandle | None = None
+        self._woken_s = 0.0
         self._readers = 0
         self._nobody_reads = asyncio.Event()
         self._nobody_reads.set()
@@ -176,7 +176,7 @@ class Gateway:
                 raise
             yield understood
             if not live.submitted:
-                for end in _aborted(understood):
+                for end in aborted_early(understood):
                     yield end
                 return
             reader = Reader(live, understood, model, want_timeline=bool(asked.want_timeline), shown_ids=asked.shown_ids)
@@ -371,16 +371,23 @@ class Gateway:
                 self._observers.finished(live.request, live.origin, event)
                 if live.left and live.finished and not live.submitting:
                     self._forget(live)
+            if live.begun and waiting.finish is None:
+                self._paced.add(live)
+            else:
+                live.begun = True
+                live.wake.set()
+        if self._paced and self._waking is None:
+            wait_s = self._woken_s + min(self._readers * MESSAGE_S, LONGEST_PACE_S) - time.monotonic()
+            if wait_s > 0:
+                self._waking = self._loop.call_later(wait_s, self._wake_paced)
+            else:
+                self._wake_paced()
+
+    def _wake_paced(self) -> None:
+        self._waking, self._woken_s = None, time.monotonic()
+        for live in self._paced:
             live.wake.set()
-
-
-def _aborted(understood: Understood) -> list[Finished]:
-    """The end of a request that was aborted before the engine had it."""
-    usage = Usage(prompt_tokens=understood.prompt_tokens, completion_tokens=0)
-    return [
-        Finished(reason=FinishReason.ABORT, usage=usage, timings=Timings(), sample=i)
-        for i in range(understood.params.n)
-    ]
+        self._paced.clear()
 
 
 def _shown_error(error: Exception) -> JaxpdError:
