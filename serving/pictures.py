@@ -85,7 +85,7 @@ def timeline(
     parts = stretches(life)
     shift = token_times[0] - parts.first_token_s if token_times and parts.first_token_s is not None else 0.0
     tokens = [time - shift for time in token_times]
-    end = max([bar.to_s for bar in parts.bars] + tokens)
+    end = max([bar.to_s for bar in parts.bars] + tokens + [1e-6])
     near = _around_first_token(parts, tokens, end)
     figure = _figure((9, 4.6 if near else 2.6))
     axes = figure.subplots(2 if near else 1, 1, squeeze=False)[:, 0].tolist()
@@ -107,8 +107,9 @@ def meshes(readings: Sequence[Reading]) -> Picture:
             "there is no reading of a ready server; take some with live() while it answers", field="readings"
         )
     shown_s, pools = max(ready, key=lambda reading: sum(pool.share for pool in reading[1]))
-    figure = _figure((9, 5.6))
-    top, bottom = figure.subfigures(2, 1, height_ratios=(3, 2))
+    above = 3.4 + 0.9 * max(0, max(pool.dp for pool in pools) - 2)  # inches
+    figure = _figure((9, above + 2.2))
+    top, bottom = figure.subfigures(2, 1, height_ratios=(above, 2.2))
     axes = top.subplots(1, len(pools), width_ratios=[pool.tp for pool in pools], squeeze=False)[0]
     chip = 0
     for axis, pool in zip(axes, pools, strict=True):
@@ -162,6 +163,7 @@ def stretches(life: Sequence[Moment]) -> Stretches:
                 close(("transfer",), at_s)
                 accepted = True
             case Stage.DECODE_START:
+                close(("prefill",), at_s)  # after a preemption there is no other end
                 if accepted and first_token_s is not None and at_s > first_token_s:
                     exposed.append(Bar("transfer", first_token_s, at_s))
                 accepted = False
@@ -243,7 +245,7 @@ def _draw_chunks(axis: Any, parts: Stretches, row: int, height: float, shown: tu
     """A line where each chunk was dispatched, and its tokens where there is room to write."""
     last = max((bar.to_s for bar in parts.bars if bar.row == "prefill"), default=shown[1])
     starts = [at_s for at_s, _ in parts.chunks]
-    for (at_s, tokens), next_s in zip(parts.chunks, [*starts[1:], last], strict=True):
+    for (at_s, tokens), next_s in zip(parts.chunks, [*starts[1:], last], strict=False):  # there may be none
         if not shown[0] <= at_s <= shown[1]:
             continue
         axis.vlines(at_s, row - height / 2, row + height / 2, color="white", linewidth=1)
@@ -330,7 +332,7 @@ def _draw_pool(axis: Any, pool: _Pool, first_chip: int) -> int:
         words = f"replica {row}: {replica.filled} pages filled, {replica.used} reserved, of {replica.total}"
         axis.text(0.06, row + 0.95, words, fontsize=7, va="bottom")
     axis.set(xlim=(0, pool.tp), ylim=(pool.dp + 0.05, 0))
-    cut = "whole layers on each chip" if pool.tp == 1 else f"layers cut over {pool.tp} chips"
+    cut = "whole layers" if pool.tp == 1 else f"layers cut over {pool.tp} chips"
     axis.set_title(f"{pool.role} mesh {pool.mesh}: {cut}", fontsize=10, loc="left")
     axis.axis("off")
     return first_chip + pool.tp * pool.dp
