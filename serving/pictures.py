@@ -89,9 +89,10 @@ def timeline(
     near = _around_first_token(parts, tokens, end)
     figure = _figure((9, 4.6 if near else 2.6))
     axes = figure.subplots(2 if near else 1, 1, squeeze=False)[:, 0].tolist()
-    _draw_life(axes[0], parts, tokens, (0.0, end), title or "One request, from arrival to its last token")
+    whole = title or "One request, from arrival to its last token"
+    _draw_life(axes[0], parts, tokens, (0.0, end), whole if near else _with_exposed(whole, parts))
     if near:
-        _draw_life(axes[1], parts, tokens, near, "The same, close to the first token")
+        _draw_life(axes[1], parts, tokens, near, _with_exposed("The same, close to the first token", parts))
     return _picture(figure)
 
 
@@ -233,7 +234,7 @@ def _draw_life(axis: Any, parts: Stretches, tokens: Sequence[float], shown: tupl
         xlim=(low, high + (high - low) * 0.01), ylim=(len(rows) - 0.4, -0.55), xlabel="s since the request arrived"
     )
     axis.set_yticks(range(len(rows)), rows)
-    axis.set_title(_with_exposed(title, parts), fontsize=10, loc="left")
+    axis.set_title(title, fontsize=10, loc="left")
     axis.spines[["top", "right"]].set_visible(False)
 
 
