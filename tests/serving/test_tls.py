@@ -12,6 +12,7 @@ import ssl
 from collections.abc import Callable
 from typing import Any
 
+import httpx
 import pytest
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
@@ -20,6 +21,7 @@ from cryptography.x509.oid import NameOID
 
 from jaxpd.errors import InvalidArgument, JaxpdError, Unavailable
 from serving.client import AsyncClient, Client
+from serving.http.front import HttpFront
 from serving.messages import GenerateRequest
 from serving.tls import Tls, tls_of
 
@@ -134,6 +136,38 @@ def test_a_key_goes_over_tls(served: Served, files: Files) -> None:
         async with served(tls=Tls(**files.server), keys=load_keys(None, ["sesame"])) as running:
             async with AsyncClient(running.address, ca_certs=files.ca["certfile"], api_key="sesame") as client:
                 assert (await client.generate(ASKED)).text == "abca"
+
+    asyncio.run(run())
+
+
+def test_http_speaks_it_too(opened: Callable[..., Any], files: Files) -> None:
+    async def run() -> None:
+        gateway, engine = opened()
+        front = HttpFront(gateway, tls=Tls(**files.server, ca_certs=files.ca["certfile"]))
+        port = front.bind("127.0.0.1", 0)
+        await front.start()
+        await front.set_ready(True)
+        body = {"prompt": "abc", "max_tokens": 4}
+
+        async def post(**client: Any) -> str:
+            trusting = ssl.create_default_context(cafile=files.ca["certfile"])
+            if client:
+                trusting.load_cert_chain(**client)
+            async with httpx.AsyncClient(verify=trusting, base_url=f"https://127.0.0.1:{port}") as asking:
+                return str((await asking.post("/v1/completions", json=body)).json()["choices"][0]["text"])
+
+        try:
+            assert await post(**pair(files.client)) == "abca"
+            for wrong in ({}, pair(files.stranger)):
+                with pytest.raises(httpx.TransportError):
+                    await post(**wrong)
+            async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as plain:
+                with pytest.raises(httpx.TransportError):
+                    await plain.post("/v1/completions", json=body)
+            assert await post(**pair(files.client)) == "abca"
+        finally:
+            await front.stop(0)
+            engine.close()
 
     asyncio.run(run())
 
