@@ -39,6 +39,7 @@ class Keys:
 
     def __init__(self, keys: Mapping[str, Caller]) -> None:
         self._callers = [(_digest(key), caller) for key, caller in keys.items()]
+        self.refused = 0  # how often somebody came without one of them
 
     @property
     def required(self) -> bool:
@@ -50,12 +51,14 @@ class Keys:
         if not self._callers:
             return ANYONE
         if not token:
+            self.refused += 1
             raise Unauthenticated("an API key is needed; send it as the header `authorization: Bearer KEY`")
         digest, found = _digest(token), None
         for known, caller in self._callers:  # all of them, always
             if hmac.compare_digest(known, digest):
                 found = caller
         if found is None:
+            self.refused += 1
             raise Unauthenticated("the API key is not one of this server's")
         return found
 

@@ -3,7 +3,7 @@
     first watcher -> sampler: read every 200 ms, keep it when it differs -> every watcher sends the newest -> last one
                      leaves, or the server has answered everything and stops -> sampler ends
 
-One task reads for all watchers and none while nobody watches. A watcher keeps no queue: one that is slow skips readings.
+One task reads for all watchers and none while nobody watches. A watcher keeps no queue: a slow one skips readings.
 No text, no token and no request id leaves here; `opaque` names a request only to who knows its id already.
 """
 
@@ -106,7 +106,7 @@ class Feed:
                 self._sampler = None
 
     async def events(self) -> AsyncIterator[bytes]:
-        """The newest reading now and after each change, a comment when nothing changes for long; ends with the server."""
+        """The newest reading now and after each change, a comment when nothing changes for long."""
         sent = None
         while True:
             changed = self._changed

@@ -45,6 +45,7 @@ def make_router(
 
     if metrics_render is not None:
 
+        @router.head("/metrics", include_in_schema=False)
         @router.get("/metrics")
         async def metrics(request: Request) -> Response:
             """For Prometheus."""

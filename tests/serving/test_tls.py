@@ -240,3 +240,34 @@ def test_a_client_with_files_that_cannot_be(files: Files, tmp_path: pathlib.Path
     with pytest.raises(InvalidArgument, match="api_key must be visible ASCII") as caught:
         Client(server, api_key="secret\n")
     assert "secret" not in caught.value.message
+
+
+@pytest.mark.parametrize("mutual", [False, True])
+def test_https(opened: Callable[..., Any], files: Files, mutual: bool) -> None:
+    server = Tls(**files.server, ca_certs=files.ca["certfile"] if mutual else None)
+
+    async def run() -> None:
+        gateway, engine = opened()
+        front = HttpFront(gateway, tls=server)
+        url = f"https://127.0.0.1:{front.bind('127.0.0.1', 0)}"
+        await front.start()
+        await front.set_ready(True)
+        strangers = ssl.create_default_context(cafile=str(files.ca["certfile"]))
+        known = ssl.create_default_context(cafile=str(files.ca["certfile"]))
+        known.load_cert_chain(files.client["certfile"], files.client["keyfile"])
+        async with httpx.AsyncClient(base_url=url, verify=known, trust_env=False) as client:
+            asked = {"prompt": "abc", "stream": True, "max_tokens": 3}
+            assert (await client.post("/v1/completions", json=asked)).text.endswith("data: [DONE]\n\n")
+        async with httpx.AsyncClient(base_url=url, verify=strangers, trust_env=False) as client:
+            if mutual:
+                with pytest.raises(httpx.HTTPError):
+                    await client.get("/health")
+            else:
+                assert (await client.get("/health")).status_code == 200
+        async with httpx.AsyncClient(base_url=url.replace("https", "http"), trust_env=False) as client:
+            with pytest.raises(httpx.HTTPError):
+                await client.get("/health")
+        await front.stop(0)
+        engine.close()
+
+    asyncio.run(run())
