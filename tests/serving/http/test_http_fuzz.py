@@ -70,7 +70,16 @@ BODIES: dict[str, tuple[dict[str, Any], ...]] = {
     "/tokenize": ({"prompt": "abc", "add_special_tokens": True}, {"messages": [{"role": "user", "content": "x"}]}),
     "/detokenize": ({"tokens": [1, 2, 3]},),
 }
-PATHS = ("/v1/models", "/v1/models/bytes", "/version", "/health", "/server_info", "/tokenizer_info", "/start_profile", "/")
+PATHS = (
+    "/v1/models",
+    "/v1/models/bytes",
+    "/version",
+    "/health",
+    "/server_info",
+    "/tokenizer_info",
+    "/start_profile",
+    "/",
+)
 OTHERS: tuple[Any, ...] = (
     None,
     True,
@@ -277,7 +286,8 @@ def test_what_schemathesis_makes_of_the_description(opened: Opened, caplog: pyte
     """5,000 requests that fit the description and that do not, most of them with a body."""
     schemathesis = pytest.importorskip("schemathesis", reason="pip install 'jaxpd[fuzz]'")
     import hypothesis
-    from schemathesis import GenerationMode
+
+    modes = (schemathesis.GenerationMode.POSITIVE, schemathesis.GenerationMode.NEGATIVE)
 
     def send_all(address: str, description: dict[str, Any]) -> int:
         sent = 0
@@ -300,7 +310,6 @@ def test_what_schemathesis_makes_of_the_description(opened: Opened, caplog: pyte
 
             for operation in operations:
                 many = 1100 if operation.body else 20
-                modes = [GenerationMode.POSITIVE, GenerationMode.NEGATIVE]
                 for mode in modes if operation.body else modes[:1]:
                     run = hypothesis.given(case=operation.as_strategy(generation_mode=mode))(send)
                     settings = hypothesis.settings(
