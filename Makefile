@@ -34,7 +34,7 @@ lint: $(VENV)/.installed-dev ## ruff and mypy
 format: $(VENV)/.installed-dev ## let ruff rewrite the files
 	@$(BIN)/ruff check --fix . && $(BIN)/ruff format .
 
-fuzz: $(VENV)/.installed-fuzz ## send random and mutated requests to the fronts (minutes)
+fuzz: $(VENV)/.installed-fuzz ## send 20,000 random and mutated requests to both fronts (minutes)
 	@JAX_PLATFORMS=cpu $(BIN)/python -m pytest -q -m fuzz $(or $(TESTS),tests/serving)
 
 gemma: $(VENV)/.installed-test ## compare Gemma 3 270M with its reference tokens (downloads 238 MB)
