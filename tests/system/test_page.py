@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import dataclasses
 import importlib.util
+import json
 import pathlib
 import re
 import shutil
@@ -227,6 +228,35 @@ def test_a_model_without_a_chat_template_goes_on_with_the_text(open_page: Any) -
         expect(answer(page).locator(".body")).to_have_text("abcabc")
 
 
+def test_reasoning_is_folded_away(site: Site, open_page: Any) -> None:
+    page = open_page(site.url)
+    deltas = [{"role": "assistant", "reasoning_content": "hm, "}, {"reasoning_content": "<i>two</i>"}, {"content": "2"}]
+    chunks = [{"id": "chatcmpl-1", "choices": [{"index": 0, "delta": delta}]} for delta in deltas]
+    chunks.append({"id": "chatcmpl-1", "choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]})
+    body = "".join(f"data: {json.dumps(chunk)}\n\n" for chunk in chunks) + "data: [DONE]\n\n"
+    page.route(
+        "**/v1/chat/completions", lambda route: route.fulfill(body=body, headers={"content-type": "text/event-stream"})
+    )
+    ask(page, "1 + 1?")
+    done(page)
+    expect(answer(page).locator(".body")).to_have_text("2")
+    thought = answer(page).locator(".thought-text")
+    expect(thought).to_be_hidden()
+    answer(page).get_by_text("Reasoning").click()
+    expect(thought).to_have_text("hm, <i>two</i>")
+
+
+def test_a_full_queue_says_when_to_come_again(site: Site, open_page: Any) -> None:
+    page = open_page(site.url)
+    site.engine.max_queued = 0
+    try:
+        ask(page, "is there room?", max_tokens="4")
+        alert = answer(page).get_by_role("alert")
+        expect(alert).to_have_text(re.compile(r"0 requests wait already\. Try again in \d+ s\."))
+    finally:
+        site.engine.max_queued = 64
+
+
 # -- the picture and the timeline
 
 
@@ -237,9 +267,9 @@ def test_the_meshes_fill_and_the_request_crosses(site: Site, open_page: Any) -> 
     assert page.locator(".mesh.prefill .chip").count() == 2
     assert page.locator(".mesh.decode .replica").count() == 2
     page.evaluate(WATCH)
-    site.engine.step_s = 0.12  # slower than the readings, so that each stage is seen
+    site.engine.step_s = 0.2  # slower than the readings, so that each stage is seen
     try:
-        ask(page, "watch this one cross from mesh to mesh", max_tokens="12")
+        ask(page, "watch this one cross from mesh to mesh", max_tokens="10")
         expect(page.locator(".mesh.decode .dot.decode.mine")).to_be_visible()
         done(page)
     finally:
