@@ -83,6 +83,14 @@ def serve(
             rich_help_panel=SERVER,
         ),
     ] = None,
+    tls: Annotated[
+        bool,
+        typer.Option(
+            "--tls",
+            help="Speak TLS with --backend grpc; certificates below say so too, and https:// in a URL.",
+            rich_help_panel=SERVER,
+        ),
+    ] = False,
     ssl_ca_certs: Annotated[
         pathlib.Path | None,
         typer.Option(
@@ -290,6 +298,7 @@ def serve(
         address=flags.address(backend, base_url, server),
         model=model,
         api_key=flags.api_key(api_key, api_key_file),
+        tls=tls,
         ssl_ca_certs=ssl_ca_certs,
         ssl_certfile=ssl_certfile,
         ssl_keyfile=ssl_keyfile,

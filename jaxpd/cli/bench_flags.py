@@ -54,6 +54,12 @@ def api_key(key: str | None, file: pathlib.Path | None) -> str | None:
             reason = error.strerror if isinstance(error, OSError) else "it is no text file"
             raise InvalidArgument(f"--api-key-file {file} cannot be read: {reason}", field="api_key_file") from None
         key = lines[0].strip()
+        if key.startswith("["):
+            raise InvalidArgument(
+                f"--api-key-file {file} looks like a server's list of keys; here it is a file with the one key to send "
+                "on its first line",
+                field="api_key_file",
+            )
     if key is not None and not (key and key.isascii() and key.isprintable()):
         raise InvalidArgument("the API key must be printable ASCII, and not empty", field="api_key")
     return key

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import secrets
 import time
-from typing import Any
 
 import numpy as np
 
@@ -34,7 +33,15 @@ class GrpcBackend:
                 f"--extra-body {dict(target.extra_body)} is for OpenAI servers; leave it out with --backend grpc",
                 field="extra_body",
             )
-        self._client = _client(target)
+        self._client = AsyncClient(
+            target.address,
+            timeout_s=target.timeout_s,
+            api_key=target.api_key,
+            tls=target.tls,
+            ca_certs=target.ssl_ca_certs,
+            certfile=target.ssl_certfile,
+            keyfile=target.ssl_keyfile,
+        )
         info = await self._client.model_info()
         self._vocabulary = self._vocabulary or info.vocab_size
         notes = [f"prompts are token ids below {self._vocabulary}"] if synthetic else []
@@ -108,7 +115,3 @@ def _finish(reply: Reply) -> None:
         reply.failure = Failure(f"finished by {reply.finish_reason}", f"finish reason {reply.finish_reason}")
     elif not reply.message_s:
         reply.failure = Failure(NO_TOKENS, "the answer holds no tokens")
-
-
-def _client(target: Target) -> Any:
-    return AsyncClient(target.address, timeout_s=target.timeout_s)

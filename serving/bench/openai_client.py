@@ -62,21 +62,25 @@ class OpenAIBackend:
         self._tokenizes = False
         self._run_id = secrets.token_hex(4)
 
-    async def open(self, *, synthetic: bool) -> About:
-        """See `records.Backend`."""
+    async def connect(self) -> None:
+        """Makes the connection pool; nothing is sent."""
         target, http = self._target, self._aiohttp
         headers = {"Content-Type": "application/json"}
         if target.api_key is not None:
             headers["Authorization"] = f"Bearer {target.api_key}"
         connector = http.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S, ssl=_tls(target))
         self._client = http.ClientSession(
-            connector=connector, headers=headers, timeout=http.ClientTimeout(total=target.timeout_s, connect=None)
+            connector=connector, headers=headers, timeout=http.ClientTimeout(total=target.timeout_s)
         )
+
+    async def open(self, *, synthetic: bool) -> About:
+        """See `records.Backend`."""
+        await self.connect()
         max_model_len = await self._find_model()
         notes = await self._learn_tokens(synthetic)
         notes += await self._check()
         return About(
-            backend=target.backend,
+            backend=self._target.backend,
             address=self._root,
             model=self._model,
             max_model_len=max_model_len,
@@ -191,7 +195,8 @@ class OpenAIBackend:
         self._words = Words(words, cost=cost, overhead=overhead)
         if self._ids is not None:
             return [f"prompts are token ids, {len(set(whole))} different ones that /tokenize gave for common words"]
-        return [f"prompts are words of {cost} tokens each, by /tokenize; {overhead} tokens of each are the template's"]
+        template = f"; {overhead} tokens of each prompt are the template's" if self._chat else ""
+        return [f"prompts are words, {cost} token{'s' * (cost > 1)} each by /tokenize{template}"]
 
     async def _calibrate(self) -> list[str]:
         """Without /tokenize: the cost of a word from the usage of two short calls."""

@@ -21,6 +21,7 @@ from serving.bench.session import Outcome
 BLUE, ORANGE, GREEN, RED, GREY = "#0072b2", "#e69f00", "#009e73", "#d55e00", "#999999"  # told apart by every eye
 MOST_LINES = 400  # requests on the time line; of more, every n-th
 BINS = 100
+SHOWN_PERCENTILE = 99.5  # where a distribution's axis ends: one stall would squeeze all the rest to a line
 
 
 def draw(outcome: Outcome, path: pathlib.Path) -> None:
@@ -37,8 +38,8 @@ def draw(outcome: Outcome, path: pathlib.Path) -> None:
     if shown is not None:
         times = [one for record in shown.trial.records if (one := latency(record)) is not None]
         slo = outcome.plan.slo
-        _cdf(axes[0], times, (("TTFT", BLUE, _ttft), ("TTST", GREEN, _ttst), ("E2E", GREY, _e2e)), slo.ttft_s, BLUE)
-        _cdf(axes[1], times, (("TPOT", ORANGE, _tpot), ("ITL", GREY, _itl)), slo.tpot_s, ORANGE)
+        _cdf(axes[0], times, (("TTFT", BLUE, _ttft), ("TTST", GREEN, _ttst), ("E2E", GREY, _e2e)), slo.ttft_s)
+        _cdf(axes[1], times, (("TPOT", ORANGE, _tpot), ("ITL", GREY, _itl)), slo.tpot_s)
         _time_line(axes[2], shown.trial.records)
         _rates(axes[3], shown.trial.records)
     figure.savefig(path, format="png", dpi=110)
@@ -99,18 +100,23 @@ def _latency_by_rate(axis: Any, outcome: Outcome) -> None:
 def _cdf(
     axis: Any,
     times: Sequence[Latency],
-    kinds: Iterable[tuple[str, str, Callable[[Latency], Iterable[float | None]]]],
+    kinds: Sequence[tuple[str, str, Callable[[Latency], Iterable[float | None]]]],
     slo_s: float | None,
-    slo_color: str,
 ) -> None:
-    names = []
+    """The first of `kinds` is what the SLO is about."""
+    slo_name, slo_color, _ = kinds[0]
+    names, end = [], 0.0
     for name, color, values in kinds:
         sample = np.sort([1e3 * value for one in times for value in values(one) if value is not None])
         if len(sample):
             names.append(name)
+            end = max(end, float(np.percentile(sample, SHOWN_PERCENTILE)))
             axis.step(sample, 100 * np.arange(1, len(sample) + 1) / len(sample), where="post", color=color, label=name)
     if slo_s is not None:
-        axis.axvline(1e3 * slo_s, color=slo_color, linestyle="--", linewidth=1, label="SLO")
+        end = max(end, 1e3 * slo_s)
+        axis.axvline(1e3 * slo_s, color=slo_color, linestyle="--", linewidth=1, label=f"{slo_name} SLO")
+    if end:
+        axis.set_xlim(0, 1.05 * end)
     axis.set(xlabel="ms", ylabel="% of values", ylim=(0, 101), title=f"{', '.join(names) or 'No answers'}")
     axis.grid(alpha=0.3)
     if names:
@@ -191,7 +197,7 @@ def _itl(one: Latency) -> Iterable[float | None]:
 
 def _figure_class() -> Any:
     try:
-        from matplotlib.figure import Figure
+        from matplotlib.figure import Figure  # type: ignore[import-not-found]
     except ImportError as error:
         raise FailedPrecondition(
             "--plot needs the package matplotlib, which is not installed; pip install 'jaxpd[bench]', or leave it out",

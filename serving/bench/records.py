@@ -104,7 +104,7 @@ def record(call: Call, reply: Reply, start_s: float) -> Record:
     known = len(counts) == len(reply.message_s)
     if known and reply.completion_tokens is not None:
         known = sum(counts) == reply.completion_tokens  # else some came where nobody saw them
-    if not known and reply.completion_tokens == len(reply.message_s):
+    if not known and reply.completion_tokens in (None, len(reply.message_s)):  # None: what a report has to say
         counts, known = [1] * len(reply.message_s), True
     return Record(
         index=call.index,

@@ -30,7 +30,7 @@ _ROWS = (
 
 
 def text(outcome: Outcome) -> str:
-    """The report as lines for a terminal, 100 columns at most."""
+    """The report, for a terminal."""
     about, shown = outcome.about, outcome.shown
     lines = ["", f"{about.backend} at {about.address}, model {about.model}"]
     if outcome.stopped:
@@ -137,9 +137,8 @@ def _run_lines(outcome: Outcome, probe: Probe) -> list[str]:
         f"{s.total_token_rate:.4g} tokens/s in all",
         f"load      {_load_words(outcome, probe)}",
         f"tokens    asked for {_tokens(s.asked_input)} + {_tokens(s.asked_output)} a request; answered "
-        f"{_tokens(s.prompt_tokens)} + {_tokens(s.completion_tokens)}"
-        + (f", {_tokens(s.cached_tokens)} of them cached" if s.cached_tokens else "")
-        + f"; {s.tokens_per_message:.2f} a message",
+        f"{_tokens(s.prompt_tokens)}{f' ({_tokens(s.cached_tokens)} cached)' if s.cached_tokens else ''} + "
+        f"{_tokens(s.completion_tokens)}" + f"; {s.tokens_per_message:.2f} a message",
     ]
     if s.attainment is not None:
         rate = s.met / s.duration_s if s.duration_s > 0 else 0.0

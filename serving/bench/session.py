@@ -89,7 +89,7 @@ class Outcome:
     def shown(self) -> Probe | None:
         """The run to show in full: the one at the goodput; without any, the last."""
         at = [p for p in self.probes if self.goodput is not None and p.rate == self.goodput.rate]
-        return (at or list(self.probes) or [None])[-1]
+        return next(reversed(at or self.probes), None)
 
 
 async def measure(plan: Plan, progress: Progress, stop: asyncio.Event) -> Outcome:

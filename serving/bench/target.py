@@ -24,6 +24,7 @@ class Target:
     address: str
     model: str | None = None
     api_key: str | None = dataclasses.field(default=None, repr=False)  # never shown and never written
+    tls: bool = False  # for gRPC, where no certificate below says it; a URL says it by https
     ssl_ca_certs: pathlib.Path | None = None
     ssl_certfile: pathlib.Path | None = None
     ssl_keyfile: pathlib.Path | None = None
@@ -40,6 +41,10 @@ class Target:
             raise InvalidArgument(
                 f"--base-url {self.address} must begin with http:// or https://, such as http://127.0.0.1:8000",
                 field="base_url",
+            )
+        if self.backend != "grpc" and self.tls:
+            raise InvalidArgument(
+                "--tls is for --backend grpc; an OpenAI server's --base-url begins with https://", field="tls"
             )
         if not self.timeout_s > 0:
             raise InvalidArgument(f"--timeout {self.timeout_s:g} must be above 0 seconds", field="timeout")

@@ -28,6 +28,7 @@ STATUS = {
     "NOT_FOUND": 404,
     "RESOURCE_EXHAUSTED": 429,
     "UNAVAILABLE": 503,
+    "DEADLINE_EXCEEDED": 504,
     "INTERNAL": 500,
 }
 # type and code of a status, as OpenAI's clients and proxies know them
@@ -42,6 +43,7 @@ KINDS: dict[int, tuple[str, str | None]] = {
     431: ("invalid_request_error", "headers_too_large"),
     500: ("server_error", "internal_error"),
     503: ("server_error", "unavailable"),
+    504: ("timeout_error", "deadline_exceeded"),
 }
 # Names of fields inside, where HTTP has another one.
 PARAMS = {

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import datetime
 import importlib.util
+import ipaddress
 import json
 import pathlib
 import subprocess
@@ -14,6 +16,10 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import NameOID
 
 DELAY_SERVER = pathlib.Path(__file__).parent / "delay_server.py"
 
@@ -75,7 +81,12 @@ def saying() -> Callable[..., Any]:
 
     @contextlib.asynccontextmanager
     async def serve(*pieces: bytes | float) -> AsyncIterator[str]:
+        tasks: list[asyncio.Task[Any]] = []
+
         async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            task = asyncio.current_task()
+            assert task is not None
+            tasks.append(task)
             with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
                 head = await reader.readuntil(b"\r\n\r\n")
                 length = next(
@@ -94,11 +105,32 @@ def saying() -> Callable[..., Any]:
                         else:
                             await asyncio.sleep(piece)
             writer.close()
+            with contextlib.suppress(ConnectionError):
+                await writer.wait_closed()
 
         server = await asyncio.start_server(answer, "127.0.0.1", 0)
         try:
             yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
         finally:
             server.close()
+            await asyncio.gather(*tasks, return_exceptions=True)
 
     return serve
+
+
+@pytest.fixture(scope="session")
+def certificate(tmp_path_factory: pytest.TempPathFactory) -> dict[str, pathlib.Path]:
+    """`certfile` and `keyfile` of 127.0.0.1, signed by itself."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "delays")])
+    now, day = datetime.datetime.now(datetime.UTC), datetime.timedelta(days=1)
+    builder = x509.CertificateBuilder().subject_name(name).issuer_name(name).public_key(key.public_key())
+    builder = builder.serial_number(x509.random_serial_number()).not_valid_before(now - day).not_valid_after(now + day)
+    here = x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address("127.0.0.1"))])
+    signed = builder.add_extension(here, critical=False).sign(key, hashes.SHA256())
+    folder, pem = tmp_path_factory.mktemp("tls"), serialization.Encoding.PEM
+    files = {"certfile": folder / "cert.pem", "keyfile": folder / "key.pem"}
+    files["certfile"].write_bytes(signed.public_bytes(pem))
+    plain = serialization.NoEncryption()
+    files["keyfile"].write_bytes(key.private_bytes(pem, serialization.PrivateFormat.PKCS8, plain))
+    return files

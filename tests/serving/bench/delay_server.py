@@ -1,13 +1,14 @@
-"""An OpenAI server without a model, whose delays are known: `python delay_server.py '{"ttft_s": 0.3, ...}'` prints its port.
+"""An OpenAI server without a model, whose delays are known: `delay_server.py '{"ttft_s": 0.3, ...}'` prints its port.
 
-Only the standard library and one loop, so that it starts at once and keeps its times. Token i leaves at arrival + ttft_s +
-i * itl_s on an absolute clock; a message of k tokens leaves when its first is due.
+Only the standard library and one loop, so that it starts at once and keeps its times. Token i leaves at arrival +
+ttft_s + i * itl_s on an absolute clock; a message of k tokens leaves when its first is due.
 """
 
 from __future__ import annotations
 
 import asyncio
 import collections
+import contextlib
 import dataclasses
 import json
 import ssl
@@ -47,8 +48,9 @@ class Server:
         self.headers: list[dict[str, str]] = []
         self.connections = 0
         self.running = self.most = 0
-        self._arrived: collections.deque[float] = collections.deque(maxlen=11)
+        self._arrived: collections.deque[float] = collections.deque(maxlen=21)
         self._server: asyncio.Server | None = None
+        self._tasks: set[asyncio.Task[Any]] = set()
 
     async def start(self) -> int:
         """Listens on a free port, and returns it."""
@@ -60,12 +62,19 @@ class Server:
         return int(self._server.sockets[0].getsockname()[1])
 
     async def stop(self) -> None:
-        """No new connections."""
+        """Ends all connections."""
         assert self._server is not None
         self._server.close()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.connections += 1
+        task = asyncio.current_task()
+        assert task is not None
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
         try:
             while True:
                 head = (await reader.readuntil(b"\r\n\r\n")).decode().split("\r\n")
@@ -76,8 +85,12 @@ class Server:
                 await writer.drain()
         except (asyncio.IncompleteReadError, ConnectionError):
             return  # the client is gone
+        except asyncio.CancelledError:
+            return  # by stop(); a cancelled handler would be logged
         finally:
             writer.close()
+            with contextlib.suppress(ConnectionError, ssl.SSLError):
+                await writer.wait_closed()
 
     async def _answer(
         self, path: str, headers: dict[str, str], body: dict[str, Any], writer: asyncio.StreamWriter
@@ -122,8 +135,8 @@ class Server:
             return
         broken = bool(options.break_every and number and number % options.break_every == 0)
         self._arrived.append(arrived)
-        slow = len(self._arrived) == 11 and options.max_rate is not None
-        slow = slow and 10 / (self._arrived[-1] - self._arrived[0]) > (options.max_rate or 0)
+        slow = len(self._arrived) == 21 and options.max_rate is not None
+        slow = slow and 20 / (self._arrived[-1] - self._arrived[0]) > (options.max_rate or 0)
         first_s = arrived + (options.slow_ttft_s if slow else options.ttft_s)
         self.running += 1
         self.most = max(self.most, self.running)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from jaxpd.errors import FailedPrecondition, Internal, InvalidArgument, Unavailable
+from jaxpd.errors import FailedPrecondition, Internal, InvalidArgument, Unauthenticated, Unavailable
 from jaxpd.progress import SilentProgress
 from serving.bench.arrivals import Arrivals
 from serving.bench.lengths import Lengths
@@ -19,6 +19,8 @@ from serving.bench.session import Outcome, Plan, measure
 from serving.bench.target import Target
 from serving.bench.traces import read_trace
 from serving.bench.workload import Workload
+from serving.callers import Caller, Keys
+from serving.tls import Tls
 
 
 def bench(served: Callable[..., Any], options: dict[str, Any], **plan: Any) -> tuple[Outcome, Any]:
@@ -50,9 +52,11 @@ def test_lengths_shared_prefixes_and_usage(served: Callable[..., Any]) -> None:
 
 def test_refusals_and_errors_are_failures_of_their_kind(served: Callable[..., Any]) -> None:
     small = Workload(input_len=Lengths("fixed", 5), output_len=Lengths("fixed", 20))
-    outcome, _ = bench(served, {"step_s": 0.002, "max_queued": 4}, workload=small, arrivals=Arrivals(num_requests=10))
+    long = Workload(input_len=Lengths("fixed", 5), output_len=Lengths("fixed", 200))  # none ends before all have come
+    queue = {"step_s": 0.005, "max_queued": 4}
+    outcome, _ = bench(served, queue, workload=long, arrivals=Arrivals(num_requests=10), warm_up=0)
     assert outcome.probes[0].summary.failures == {"RESOURCE_EXHAUSTED": 6}
-    # The scripted engine fails a prompt that begins with the byte `!`: with two ids to draw from, of 33 and 32.
+    # The scripted engine fails a prompt that begins with the byte `!`, 33: one in 34 of these.
     outcome, _ = bench(
         served,
         {"fail_with": Internal("broken device")},
@@ -75,8 +79,11 @@ def test_a_stop_cuts_off_what_runs_and_frees_it(served: Callable[..., Any]) -> N
                 warm_up=0,
             )
             stop = asyncio.Event()
-            asyncio.get_running_loop().call_later(0.3, stop.set)
-            outcome = await measure(plan, SilentProgress(), stop)
+            measuring = asyncio.create_task(measure(plan, SilentProgress(), stop))
+            while running.engine.running < 7:
+                await asyncio.sleep(0.01)
+            stop.set()
+            outcome = await measuring
             assert outcome.stopped and outcome.probes[0].summary.cut_off == 7
             assert outcome.probes[0].summary.requests == 0
             for _ in range(100):
@@ -120,3 +127,15 @@ def test_no_server_and_options_of_the_other_protocol(served: Callable[..., Any])
         asyncio.run(measure(plan, SilentProgress(), asyncio.Event()))
     with pytest.raises(FailedPrecondition, match="--extra-body"), contextlib.suppress(Unavailable):
         bench(served, {}, target={"extra_body": {"top_p": 1}})
+
+
+def test_a_key_and_tls_go_along(served: Callable[..., Any], certificate: dict[str, pathlib.Path]) -> None:
+    keys = Keys({"sesame": Caller(name="me")})
+    small = {"workload": Workload(output_len=Lengths("fixed", 2)), "arrivals": Arrivals(num_requests=2)}
+    secure = {"keys": keys, "tls": Tls(**certificate)}
+    outcome, _ = bench(served, secure, target={"api_key": "sesame", "ssl_ca_certs": certificate["certfile"]}, **small)
+    assert outcome.probes[0].summary.answered == 2
+    with pytest.raises(Unavailable):  # no CA that this machine trusts has signed it
+        bench(served, secure, target={"api_key": "sesame", "tls": True}, **small)
+    with pytest.raises((Unauthenticated, FailedPrecondition)):
+        bench(served, {"keys": keys}, target={"api_key": "wrong"}, **small)

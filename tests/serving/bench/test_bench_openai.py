@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from jaxpd.errors import FailedPrecondition, Unauthenticated, Unavailable
+from jaxpd.errors import FailedPrecondition, InvalidArgument, Unauthenticated, Unavailable
 from jaxpd.progress import SilentProgress
 from serving.bench.arrivals import Arrivals
 from serving.bench.lengths import Lengths
@@ -88,7 +88,7 @@ def bench(delaying: Callable[..., Any], options: dict[str, Any], **plan: Any) ->
         ((HEAD + b"data: [DONE]\n\n",), "no tokens", "no tokens"),
         ((HEAD + token("", finish_reason="stop") + b"data: [DONE]\n\n",), "no tokens", ""),
         ((HEAD + token() + token(finish_reason="abort") + b"data: [DONE]\n\n",), "finished by abort", "abort"),
-        ((HEAD + token(), 5.0), "timeout", "--timeout"),
+        ((HEAD + token(), 1.0), "timeout", "--timeout"),
     ],
 )
 def test_every_failure_has_a_kind(
@@ -114,26 +114,26 @@ def test_one_character_in_two_reads_comments_and_a_stream_without_done(saying: C
     whole = token("\u20ac").replace(b"\\u20ac", "\u20ac".encode()).replace(b"\n", b"\r\n")
     cut = whole.index("\u20ac".encode()) + 1
     end = token("!", finish_reason="stop")
-    reply = answered(saying, HEAD + b": ping\n\n" + whole[:cut], 0.02, whole[cut:], 0.02, token() + end)
+    reply = answered(saying, HEAD + b": ping\n\n" + whole[:cut], 0.02, whole[cut:], 0.2, token() + end)
     assert reply.failure is None and reply.finish_reason == "stop"
     assert len(reply.message_s) == 3 and reply.message_s[1] == reply.message_s[2]  # two events of one read
-    assert reply.message_s[1] - reply.message_s[0] >= 0.015
+    assert reply.message_s[1] - reply.message_s[0] >= 0.1
 
 
 def test_the_first_token_is_the_first_content_and_not_the_role(saying: Callable[..., Any]) -> None:
     reply = answered(
         saying,
         HEAD + chat({"role": "assistant", "content": ""}, tokens=0),
-        0.05,
+        0.2,
         chat({"reasoning_content": "hm"}, tokens=2),
-        0.05,
+        0.2,
         chat({"content": ""}, tokens=3),  # half a character
         chat({"content": "\u20ac"}, tokens=4),
         chat({"tool_calls": [{"index": 0}]}, tokens=6, finish_reason="tool_calls") + b"data: [DONE]\n\n",
         backend="openai-chat",
     )
     assert reply.failure is None and reply.message_tokens == [2, 1, 1, 2] and reply.completion_tokens == 6
-    assert reply.message_s[0] - reply.sent_s >= 0.045 and reply.message_s[1] - reply.message_s[0] >= 0.045
+    assert reply.message_s[0] - reply.sent_s >= 0.1 and reply.message_s[1] - reply.message_s[0] >= 0.1
 
 
 def test_usage_that_comes_with_the_last_choice_is_a_sum_and_no_message(saying: Callable[..., Any]) -> None:
@@ -162,7 +162,7 @@ def test_prompts_have_the_wanted_length_by_the_servers_own_count(
     assert all(body["top_p"] == 0.5 and body["temperature"] is None and body["ignore_eos"] for body in bodies)
     if backend == "openai-chat":
         contents = [body["messages"][0]["content"] for body in bodies]
-        assert len({content[:40] for content in contents}) == 1 and len(set(contents)) == 6
+        assert len({content[:19] for content in contents}) == 1 and len(set(contents)) == 6
     elif tokenizes:
         assert all(isinstance(body["prompt"], list) for body in bodies)
         assert len({tuple(body["prompt"][:20]) for body in bodies}) == 1
@@ -188,7 +188,8 @@ def test_streams_that_say_more_or_less_of_their_tokens(
     assert summary.completion_tokens == (8 if usage else 2) and summary.tokens_per_message == (
         per_message if usage else 1
     )
-    assert summary.tpot_s.p50 == pytest.approx((0.035 if per_message == 1 else 0.02) / (7 if usage else 1), rel=0.3)
+    whole_s = 0.035 if per_message == 1 else 0.02  # first to last message; the machine may be busy
+    assert 0.9 * whole_s < summary.tpot_s.p50 * (7 if usage else 1) < 4 * whole_s
     assert any(note in line for line in outcome.about.notes)
     assert summary.without_itl == (3 if (usage, per_message) == ("end", 4) else 0)
 
@@ -222,7 +223,7 @@ def test_a_server_that_refuses_a_short_call_is_not_measured(saying: Callable[...
         answered(saying, b'HTTP/1.1 400 X\r\n\r\n{"error": {"message": "no such model"}}', opened=True)
     with pytest.raises(Unavailable, match="status 503: loading.*later"):
         answered(saying, b'HTTP/1.1 503 X\r\n\r\n{"error": {"message": "loading"}}', opened=True)
-    with pytest.raises(FailedPrecondition, match="refuses a short call with status 200|does not answer"):
+    with pytest.raises(Unavailable, match="does not answer a short call .*text/html"):
         answered(saying, b"HTTP/1.1 200 OK\r\ncontent-type: text/html\r\n\r\n<html>", opened=True, vocab_size=9)
 
 
@@ -250,14 +251,17 @@ def test_a_cap_on_an_open_loop_makes_requests_wait_and_the_wait_counts(delaying:
     assert summary.ttft_s.max > 0.25 and summary.late_s.max > 0.2
 
 
-def test_a_thousand_streams_at_once(delaying: Callable[..., Any]) -> None:
-    outcome, server = bench(
-        delaying,
-        {"ttft_s": 1.0, "itl_s": 0.05},
+def test_many_streams_at_once(delay_process: Callable[..., str]) -> None:
+    plan = Plan(
+        target=Target(backend="openai-completions", address=delay_process(ttft_s=2.0, itl_s=0.05)),
         workload=Workload(input_len=Lengths("fixed", 9), output_len=Lengths("fixed", 4)),
-        arrivals=Arrivals(num_requests=1000),
+        arrivals=Arrivals(num_requests=500),
+        warm_up=0,
     )
-    assert outcome.probes[0].summary.answered == 1000 and server.most > 900
+    outcome = asyncio.run(measure(plan, SilentProgress(), asyncio.Event()))
+    records = outcome.probes[0].trial.records
+    assert len(records) == 500 and all(record.failure is None for record in records)
+    assert max(record.sent_s for record in records) < min(record.end_s for record in records)  # all of them at one time
 
 
 def test_texts_of_a_trace_go_as_they_are(delaying: Callable[..., Any], tmp_path: pathlib.Path) -> None:
@@ -277,27 +281,15 @@ def test_texts_of_a_trace_go_as_they_are(delaying: Callable[..., Any], tmp_path:
         assert any("/tokenize" in note and "4 characters" in note for note in outcome.about.notes) == (not tokenizes)
 
 
-def test_tls_with_the_servers_authority_and_without(delaying: Callable[..., Any], tmp_path: pathlib.Path) -> None:
-    cert, key = tmp_path / "cert.pem", tmp_path / "key.pem"
-    make_certificate(cert, key)
-    options = {"ttft_s": 0.0, "itl_s": 0.0, "certfile": str(cert), "keyfile": str(key)}
+def test_tls_with_the_servers_authority_and_without(
+    delaying: Callable[..., Any], certificate: dict[str, pathlib.Path]
+) -> None:
+    options = {"ttft_s": 0.0, "itl_s": 0.0, **{name: str(path) for name, path in certificate.items()}}
     small = {"workload": Workload(output_len=Lengths("fixed", 2)), "arrivals": Arrivals(num_requests=2)}
-    outcome, _ = bench(delaying, options, target={"ssl_ca_certs": cert}, **small)
+    outcome, _ = bench(delaying, options, target={"ssl_ca_certs": certificate["certfile"]}, **small)
     assert outcome.probes[0].summary.answered == 2
     with pytest.raises(Unavailable, match="certificate"):
         bench(delaying, options, **small)
-
-
-def make_certificate(cert: pathlib.Path, key: pathlib.Path) -> None:
-    """A self-signed certificate of 127.0.0.1, by openssl."""
-    import shutil
-    import subprocess
-
-    if shutil.which("openssl") is None:
-        pytest.skip("makes its certificate with openssl, which is not installed")
-    subprocess.run(
-        ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=127.0.0.1"]
-        + ["-addext", "subjectAltName=IP:127.0.0.1", "-keyout", str(key), "-out", str(cert)],
-        check=True,
-        capture_output=True,
-    )
+    for wrong in ({"ssl_ca_certs": certificate["keyfile"]}, {f"ssl_{n}": certificate["certfile"] for n in certificate}):
+        with pytest.raises(InvalidArgument, match="must be PEM files"):
+            bench(delaying, options, target=wrong, **small)

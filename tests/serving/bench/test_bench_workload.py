@@ -59,7 +59,7 @@ def test_gaps_have_the_rate_exactly_and_the_burstiness_by_statistics(burstiness:
 
 
 def test_poisson_gaps_are_exponential() -> None:
-    gaps = np.sort(np.diff(offsets(1.0, MANY, burstiness=1.0, seed=2)))
+    gaps = np.sort(np.diff(offsets(1.0, MANY, burstiness=1.0, seed=3)))
     distance = np.abs(np.arange(1, len(gaps) + 1) / len(gaps) - (1 - np.exp(-gaps))).max()
     assert distance < 1.36 / math.sqrt(len(gaps))  # Kolmogorov-Smirnov, 5 %
 
