@@ -322,6 +322,7 @@ def test_an_error_of_the_server_is_told_in_words(site: Site, open_page: Any) -> 
     alert = answer(page).get_by_role("alert")
     expect(alert).to_contain_text("above the limit of 1024 (--max-model-len)")
     expect(page.locator("#prompt")).to_have_value("too much")
+    expect(page.locator("#timeline-note")).to_contain_text("not answered")
     done(page)
     page.evaluate("document.querySelector('#max-tokens').value = '5'")
     page.locator("#prompt").press("Enter")
@@ -361,7 +362,7 @@ def test_a_key_is_asked_for_kept_in_the_tab_and_sent_along(open_page: Any) -> No
         page = open_page(site.url, ready=False)
         expect(page.locator("#state")).to_have_text("key needed")
         ask(page, "let me in")
-        expect(answer(page).get_by_role("alert")).to_contain_text("API key")
+        expect(answer(page).get_by_role("alert")).to_have_text("This server asks for an API key. Enter it above.")
         expect(page.locator("#key")).to_be_focused()
         page.locator("#max-tokens").evaluate("o => { o.value = 24 }")
         page.keyboard.type("k-secret")
@@ -412,6 +413,8 @@ def test_it_fits_a_phone(site: Site, open_page: Any) -> None:
         box = page.locator(name).bounding_box()
         assert box["x"] >= 0 and box["x"] + box["width"] <= PHONE["width"], name
     assert page.locator("#send").bounding_box()["height"] >= 32
+    card, field = page.locator(".chat").bounding_box(), page.locator("#system").bounding_box()
+    assert field["y"] + field["height"] < card["y"] + card["height"], "the options are inside their card"
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
