@@ -70,7 +70,16 @@ BODIES: dict[str, tuple[dict[str, Any], ...]] = {
     "/tokenize": ({"prompt": "abc", "add_special_tokens": True}, {"messages": [{"role": "user", "content": "x"}]}),
     "/detokenize": ({"tokens": [1, 2, 3]},),
 }
-PATHS = ("/v1/models", "/v1/models/bytes", "/version", "/health", "/server_info", "/tokenizer_info", "/start_profile", "/")
+PATHS = (
+    "/v1/models",
+    "/v1/models/bytes",
+    "/version",
+    "/health",
+    "/server_info",
+    "/tokenizer_info",
+    "/start_profile",
+    "/",
+)
 OTHERS: tuple[Any, ...] = (
     None,
     True,
