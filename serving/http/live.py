@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import hashlib
 import json
 import logging
@@ -227,8 +226,13 @@ def _pools(model: ServedModel, replicas: tuple[ReplicaStats, ...]) -> list[dict[
 
 
 def _sequence(seq: SequenceStats, index: dict[tuple[str, int], int]) -> dict[str, Any]:
-    shown = dataclasses.asdict(seq)
-    del shown["request_id"]
-    shown["id"] = opaque(seq.request_id)
-    shown["holds"] = [[index[hold.role, hold.pool], hold.replica, hold.pages, hold.filled] for hold in seq.holds]
-    return shown
+    # By hand: `dataclasses.asdict` copies deeply, and took three quarters of a reading.
+    return {
+        "id": opaque(seq.request_id),
+        "sample": seq.sample,
+        "state": seq.state,
+        "prompt_tokens": seq.prompt_tokens,
+        "computed": seq.computed,
+        "tokens": seq.tokens,
+        "holds": [[index[hold.role, hold.pool], hold.replica, hold.pages, hold.filled] for hold in seq.holds],
+    }

@@ -49,7 +49,7 @@ def make_router(
         @router.get("/metrics")
         async def metrics(request: Request) -> Response:
             """For Prometheus."""
-            body, content_type = metrics_render(request.headers.get("accept", ""))
+            body, content_type = await asyncio.to_thread(metrics_render, request.headers.get("accept", ""))
             return Response(body, headers={"content-type": content_type})
 
     profiles = _Profiles(options.profile_dir)

@@ -2,11 +2,22 @@
 //
 //   idle -- send --> waiting -- first token --> streaming -- [DONE] | Stop | error --> idle
 
-import { ServerError, ask, duration, events, make, newId, opaque, wordsOf } from "./net.js";
+import { ServerError, ask, duration, events, getKey, make, newId, opaque, wordsOf } from "./net.js";
 import { strip } from "./timeline.js";
 
 const at = (id) => document.getElementById(id);
 const REASONS = { length: "reached max tokens", abort: "ended by the server", content_filter: "filtered" };
+
+/** What to tell a person about an error; most of it is the server's own message. */
+function inWords(error) {
+  if (error.status === 401) {
+    return getKey()
+      ? "The server does not know this API key. Enter another one above."
+      : "This server asks for an API key. Enter it above.";
+  }
+  if (!error.retryAfter || /try again/i.test(error.message)) return error.message;
+  return `${error.message}${/[.!?]$/.test(error.message) ? "" : "."} Try again in ${error.retryAfter} s.`;
+}
 
 /** What is known of an answer. Times of `tokens` and `stages` are seconds since it was sent. */
 function newRecord() {
@@ -230,8 +241,7 @@ export function makeChat({ show, mine, needKey }) {
   }
 
   function fail(answer, error, text) {
-    const again = error.retryAfter ? `${/[.!?]$/.test(error.message) ? "" : "."} Try again in ${error.retryAfter} s.` : "";
-    const box = make("p", "error", error.message + again);
+    const box = make("p", "error", inWords(error));
     box.setAttribute("role", "alert");
     answer.article.append(box);
     answer.article.classList.add("failed");

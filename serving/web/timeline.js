@@ -21,9 +21,15 @@ export function makeTimeline({ chart, note, times, legend, zoom, empty, all, sta
   function draw() {
     if (!record) return;
     if (!record.done && chart.contains(document.activeElement)) return; // leave what somebody reads by keyboard alone
+    const unanswered = record.outcome === "failed" && !record.count;
+    for (const element of [chart, times, legend, zoom]) element.hidden = unanswered;
+    empty.hidden = !unanswered;
+    if (unanswered) {
+      note.textContent = "This request was not answered; the chat says why.";
+      note.hidden = false;
+      return;
+    }
     const picture = spans(record, shared);
-    for (const element of [chart, times, legend, zoom]) element.hidden = false;
-    empty.hidden = true;
     note.textContent = picture.source;
     note.hidden = !picture.source;
     chart.replaceChildren(svg(picture, Math.max(chart.clientWidth, 260), zoomed, shared));

@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import dataclasses
 import importlib.util
+import json
 import pathlib
 import re
 import shutil
@@ -227,6 +228,35 @@ def test_a_model_without_a_chat_template_goes_on_with_the_text(open_page: Any) -
         expect(answer(page).locator(".body")).to_have_text("abcabc")
 
 
+def test_reasoning_is_folded_away(site: Site, open_page: Any) -> None:
+    page = open_page(site.url)
+    deltas = [{"role": "assistant", "reasoning_content": "hm, "}, {"reasoning_content": "<i>two</i>"}, {"content": "2"}]
+    chunks = [{"id": "chatcmpl-1", "choices": [{"index": 0, "delta": delta}]} for delta in deltas]
+    chunks.append({"id": "chatcmpl-1", "choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]})
+    body = "".join(f"data: {json.dumps(chunk)}\n\n" for chunk in chunks) + "data: [DONE]\n\n"
+    page.route(
+        "**/v1/chat/completions", lambda route: route.fulfill(body=body, headers={"content-type": "text/event-stream"})
+    )
+    ask(page, "1 + 1?")
+    done(page)
+    expect(answer(page).locator(".body")).to_have_text("2")
+    thought = answer(page).locator(".thought-text")
+    expect(thought).to_be_hidden()
+    answer(page).get_by_text("Reasoning").click()
+    expect(thought).to_have_text("hm, <i>two</i>")
+
+
+def test_a_full_queue_says_when_to_come_again(site: Site, open_page: Any) -> None:
+    page = open_page(site.url)
+    site.engine.max_queued = 0
+    try:
+        ask(page, "is there room?", max_tokens="4")
+        alert = answer(page).get_by_role("alert")
+        expect(alert).to_have_text(re.compile(r"0 requests wait already\. Try again in \d+ s\."))
+    finally:
+        site.engine.max_queued = 64
+
+
 # -- the picture and the timeline
 
 
@@ -237,9 +267,9 @@ def test_the_meshes_fill_and_the_request_crosses(site: Site, open_page: Any) -> 
     assert page.locator(".mesh.prefill .chip").count() == 2
     assert page.locator(".mesh.decode .replica").count() == 2
     page.evaluate(WATCH)
-    site.engine.step_s = 0.12  # slower than the readings, so that each stage is seen
+    site.engine.step_s = 0.2  # slower than the readings, so that each stage is seen
     try:
-        ask(page, "watch this one cross from mesh to mesh", max_tokens="12")
+        ask(page, "watch this one cross from mesh to mesh", max_tokens="10")
         expect(page.locator(".mesh.decode .dot.decode.mine")).to_be_visible()
         done(page)
     finally:
@@ -292,6 +322,7 @@ def test_an_error_of_the_server_is_told_in_words(site: Site, open_page: Any) -> 
     alert = answer(page).get_by_role("alert")
     expect(alert).to_contain_text("above the limit of 1024 (--max-model-len)")
     expect(page.locator("#prompt")).to_have_value("too much")
+    expect(page.locator("#timeline-note")).to_contain_text("not answered")
     done(page)
     page.evaluate("document.querySelector('#max-tokens').value = '5'")
     page.locator("#prompt").press("Enter")
@@ -331,7 +362,7 @@ def test_a_key_is_asked_for_kept_in_the_tab_and_sent_along(open_page: Any) -> No
         page = open_page(site.url, ready=False)
         expect(page.locator("#state")).to_have_text("key needed")
         ask(page, "let me in")
-        expect(answer(page).get_by_role("alert")).to_contain_text("API key")
+        expect(answer(page).get_by_role("alert")).to_have_text("This server asks for an API key. Enter it above.")
         expect(page.locator("#key")).to_be_focused()
         page.locator("#max-tokens").evaluate("o => { o.value = 24 }")
         page.keyboard.type("k-secret")
@@ -382,6 +413,8 @@ def test_it_fits_a_phone(site: Site, open_page: Any) -> None:
         box = page.locator(name).bounding_box()
         assert box["x"] >= 0 and box["x"] + box["width"] <= PHONE["width"], name
     assert page.locator("#send").bounding_box()["height"] >= 32
+    card, field = page.locator(".chat").bounding_box(), page.locator("#system").bounding_box()
+    assert field["y"] + field["height"] < card["y"] + card["height"], "the options are inside their card"
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])

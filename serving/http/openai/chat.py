@@ -21,7 +21,7 @@ from jaxpd.request import MAX_LOGPROBS
 from jaxpd.structured import StructuredOutput
 from jaxpd.text import prompt_text
 from jaxpd.tokenizer import Tokenizer
-from serving.gateway import LONG_PROMPT, Gateway
+from serving.gateway import Gateway
 from serving.http.errors import response_of
 from serving.http.openai.answering import Answering, Call, call_of, stream, whole
 from serving.http.openai.asked import check_model, checked_messages, only_one, sampling_of, structured_of
