@@ -42,6 +42,9 @@ def execute(path: pathlib.Path, parameters: Mapping[str, Any] | None = None, *, 
     )
     packages = os.pathsep.join(part for part in (str(HERE.parent), os.environ.get("PYTHONPATH")) if part)
     client.execute(env=os.environ | {"PYTHONPATH": packages})
+    for output in (output for cell in notebook.cells for output in cell.get("outputs", ())):
+        if output.output_type == "stream":  # a rewritten line is as long as the longest there was
+            output.text = "\n".join(line.rstrip() for line in output.text.split("\n"))
     return notebook
 
 

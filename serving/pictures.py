@@ -2,42 +2,43 @@
 
     timeline(finished.timeline, token_times)    a bar a stage, and a closer look at the hand-off
     meshes(readings)                            every chip of every pool with its pages, and pages over time
+    live(url)                                   one such reading of a server
 
-Both return a `Picture`, which a notebook shows by itself. They need matplotlib: `pip install 'jaxpd[bench]'`.
+The first two return a `Picture`, which a notebook shows by itself. They need matplotlib: `pip install 'jaxpd[bench]'`.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import http.client
 import io
+import json
 import os
 import pathlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+import urllib.request
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
-from jaxpd.errors import FailedPrecondition, InvalidArgument
+from jaxpd.errors import FailedPrecondition, InvalidArgument, Unavailable
 from jaxpd.life import Moment, Stage
-from meshes.spec import parse_mesh_specs
-
-if TYPE_CHECKING:
-    from serving.proto.jaxpd.v1 import control_pb2
 
 GREY, BLUE, ORANGE, GREEN, RED = "#999999", "#0072b2", "#e69f00", "#009e73", "#d55e00"  # told apart by every eye
 EMPTY = "#eef1f4"
 ROWS = {"queue": GREY, "prefill": BLUE, "transfer": ORANGE, "decode": GREEN}  # top to bottom
-ROLES = {"prefill": BLUE, "decode": GREEN, "mixed": BLUE}
+ROLES = {"prefill": (BLUE, "#a6cbe3"), "decode": (GREEN, "#a6dccb"), "mixed": (BLUE, "#a6cbe3")}  # filled, reserved
 LABELLED = 12  # chunks that are told apart by number; more of them would be a blur
 MAX_CELLS = 100  # squares in one chip; each stands for several pages where there are more
 DPI = 80
+LIVE_TIMEOUT_S = 10.0
 
-Reading = tuple[float, "control_pb2.GetServerInfoResponse"]  # seconds since some start, and the server's answer then
+Reading = tuple[float, Mapping[str, Any]]  # seconds since some start, and what `live` returned then
 
 
 @dataclasses.dataclass(frozen=True)
 class Picture:
     """A PNG."""
 
-    png: bytes
+    png: bytes = dataclasses.field(repr=False)
 
     def _repr_png_(self) -> bytes:
         return self.png
@@ -84,38 +85,55 @@ def timeline(
     parts = stretches(life)
     shift = token_times[0] - parts.first_token_s if token_times and parts.first_token_s is not None else 0.0
     tokens = [time - shift for time in token_times]
-    end = max([bar.to_s for bar in parts.bars] + tokens)
+    end = max([bar.to_s for bar in parts.bars] + tokens + [1e-6])
     near = _around_first_token(parts, tokens, end)
     figure = _figure((9, 4.6 if near else 2.6))
     axes = figure.subplots(2 if near else 1, 1, squeeze=False)[:, 0].tolist()
-    _draw_life(axes[0], parts, tokens, (0.0, end), title or "One request, from arrival to its last token")
+    whole = title or "One request, from arrival to its last token"
+    _draw_life(axes[0], parts, tokens, (0.0, end), whole if near else _with_exposed(whole, parts))
     if near:
-        _draw_life(axes[1], parts, tokens, near, "The same, close to the first token")
+        _draw_life(axes[1], parts, tokens, near, _with_exposed("The same, close to the first token", parts))
     return _picture(figure)
 
 
 def meshes(readings: Sequence[Reading]) -> Picture:
-    """Every pool's chips with their pages at the busiest of the readings, and the pages in use over time.
+    """Every pool's chips with their pages when most of them were filled, and the pages over time.
 
-    A reading is (seconds, what `Client.server_info()` returned). A row of chips is one replica: its chips hold the same
-    pages, each its own share of the heads. Raises InvalidArgument without a reading of a server that is ready,
-    FailedPrecondition without matplotlib.
+    A row of chips is one replica: its chips hold the same pages, each its own share of the heads. Raises
+    InvalidArgument without a reading of a server that is ready, FailedPrecondition without matplotlib.
     """
-    ready = [(at_s, info.pools) for at_s, info in readings if info.pools]
+    ready = [(at_s, _pools(snapshot)) for at_s, snapshot in readings if snapshot["pools"]]
     if not ready:
         raise InvalidArgument(
-            "there is no reading of a ready server; take some with Client.server_info() while it answers",
-            field="readings",
+            "there is no reading of a ready server; take some with live() while it answers", field="readings"
         )
-    busiest_s, pools = max(ready, key=lambda reading: sum(_share(pool) for pool in reading[1]))
-    figure = _figure((9, 5.6))
-    top, bottom = figure.subfigures(2, 1, height_ratios=(3, 2))
-    widths = [_spec(pool)[0] for pool in pools]
+    shown_s, pools = max(ready, key=lambda reading: sum(pool.share for pool in reading[1]))
+    above = 3.4 + 0.9 * max(0, max(pool.dp for pool in pools) - 2)  # inches
+    figure = _figure((9, above + 2.2))
+    top, bottom = figure.subfigures(2, 1, height_ratios=(above, 2.2))
+    axes = top.subplots(1, len(pools), width_ratios=[pool.tp for pool in pools], squeeze=False)[0]
     chip = 0
-    for axis, pool in zip(top.subplots(1, len(pools), width_ratios=widths, squeeze=False)[0], pools, strict=True):
+    for axis, pool in zip(axes, pools, strict=True):
         chip = _draw_pool(axis, pool, chip)
-    _draw_use(bottom.subplots(), ready, busiest_s)
+    _draw_use(bottom.subplots(), ready, shown_s)
     return _picture(figure)
+
+
+def live(url: str, *, api_key: str | None = None) -> dict[str, Any]:
+    """What a server at `url` ("http://127.0.0.1:8000") does just now: its pools and sequences, as `GET /live` tells it.
+
+    Raises Unavailable where nothing answers, or not with a reading.
+    """
+    headers = {} if api_key is None else {"authorization": f"Bearer {api_key}"}
+    request = urllib.request.Request(f"{url}/live", headers=headers)
+    try:
+        with urllib.request.urlopen(request, timeout=LIVE_TIMEOUT_S) as events:
+            for line in events:
+                if line.startswith(b"data:"):
+                    return dict(json.loads(line.removeprefix(b"data:")))
+    except (OSError, http.client.HTTPException, ValueError) as error:
+        raise Unavailable(f"{url}/live gave no reading ({error}); is the server running, and has it a page?") from error
+    raise Unavailable(f"{url}/live ended without a reading; the server is stopping")
 
 
 def stretches(life: Sequence[Moment]) -> Stretches:
@@ -146,6 +164,7 @@ def stretches(life: Sequence[Moment]) -> Stretches:
                 close(("transfer",), at_s)
                 accepted = True
             case Stage.DECODE_START:
+                close(("prefill",), at_s)  # after a preemption there is no other end
                 if accepted and first_token_s is not None and at_s > first_token_s:
                     exposed.append(Bar("transfer", first_token_s, at_s))
                 accepted = False
@@ -215,7 +234,7 @@ def _draw_life(axis: Any, parts: Stretches, tokens: Sequence[float], shown: tupl
         xlim=(low, high + (high - low) * 0.01), ylim=(len(rows) - 0.4, -0.55), xlabel="s since the request arrived"
     )
     axis.set_yticks(range(len(rows)), rows)
-    axis.set_title(_with_exposed(title, parts), fontsize=10, loc="left")
+    axis.set_title(title, fontsize=10, loc="left")
     axis.spines[["top", "right"]].set_visible(False)
 
 
@@ -227,7 +246,7 @@ def _draw_chunks(axis: Any, parts: Stretches, row: int, height: float, shown: tu
     """A line where each chunk was dispatched, and its tokens where there is room to write."""
     last = max((bar.to_s for bar in parts.bars if bar.row == "prefill"), default=shown[1])
     starts = [at_s for at_s, _ in parts.chunks]
-    for (at_s, tokens), next_s in zip(parts.chunks, [*starts[1:], last], strict=True):
+    for (at_s, tokens), next_s in zip(parts.chunks, [*starts[1:], last], strict=False):  # there may be none
         if not shown[0] <= at_s <= shown[1]:
             continue
         axis.vlines(at_s, row - height / 2, row + height / 2, color="white", linewidth=1)
@@ -246,77 +265,105 @@ def _with_exposed(title: str, parts: Stretches) -> str:
 # -- the meshes
 
 
-def _spec(pool: Any) -> tuple[int, int]:
-    (spec,) = parse_mesh_specs(pool.mesh, name=f"the {pool.role} mesh")
-    return spec.tp, spec.dp
+@dataclasses.dataclass(frozen=True)
+class _Replica:
+    """Pages: `used` are those that sequences have, `filled` the part of them with KV in it."""
+
+    filled: int
+    used: int
+    total: int
 
 
-def _used(pool: Any) -> Iterator[tuple[int, int]]:
-    """(pages in use, all pages) of each replica."""
-    for free, total in zip(pool.free_pages, pool.total_pages, strict=True):
-        yield total - free, total
+@dataclasses.dataclass(frozen=True)
+class _Pool:
+    role: str
+    mesh: str
+    tp: int
+    dp: int
+    replicas: tuple[_Replica, ...]
+
+    @property
+    def share(self) -> float:
+        """How much of it is filled."""
+        return self.filled / max(1, sum(replica.total for replica in self.replicas))
+
+    @property
+    def filled(self) -> int:
+        return sum(replica.filled for replica in self.replicas)
+
+    @property
+    def used(self) -> int:
+        return sum(replica.used for replica in self.replicas)
 
 
-def _share(pool: Any) -> float:
-    replicas = list(_used(pool))
-    return sum(used for used, _ in replicas) / max(1, sum(total for _, total in replicas))
+def _pools(snapshot: Mapping[str, Any]) -> list[_Pool]:
+    filled: dict[tuple[int, int], int] = {}
+    for sequence in snapshot["sequences"]:
+        for pool, replica, _, pages in sequence["holds"]:
+            filled[pool, replica] = filled.get((pool, replica), 0) + pages
+    pools = []
+    for i, pool in enumerate(snapshot["pools"]):
+        replicas = []
+        for r, replica in enumerate(pool["replicas"]):
+            used = replica["total"] - replica["free"]
+            replicas.append(
+                _Replica(min(filled.get((i, r), 0), used), used, replica["total"])
+            )  # shared ones count once
+        pools.append(_Pool(pool["role"], pool["mesh"], pool["tp"], pool["dp"], tuple(replicas)))
+    return pools
 
 
-def _draw_pool(axis: Any, pool: Any, first_chip: int) -> int:
+def _draw_pool(axis: Any, pool: _Pool, first_chip: int) -> int:
     """The chips of a pool, a row a replica. Returns the number of the next chip."""
     from matplotlib.patches import FancyBboxPatch
 
-    tp, dp = _spec(pool)
-    for replica, (used, total) in enumerate(_used(pool)):
-        for column in range(tp):
-            axis.add_patch(
-                FancyBboxPatch(
-                    (column + 0.06, replica + 0.06),
-                    0.88,
-                    0.78,
-                    boxstyle="round,pad=0,rounding_size=0.04",
-                    facecolor="white",
-                    edgecolor="#55606b",
-                )
+    for row, replica in enumerate(pool.replicas):
+        for column in range(pool.tp):
+            box = FancyBboxPatch(
+                (column + 0.06, row + 0.06),
+                0.88,
+                0.78,
+                boxstyle="round,pad=0,rounding_size=0.04",
+                facecolor="white",
+                edgecolor="#55606b",
             )
-            axis.text(column + 0.1, replica + 0.15, f"chip {first_chip + replica * tp + column}", fontsize=7)
-            _draw_pages(axis, column, replica, used, total, ROLES.get(pool.role, GREY))
-        axis.text(0.06, replica + 0.95, f"replica {replica}: {used} of {total} pages in use", fontsize=7, va="bottom")
-    axis.set(xlim=(0, tp), ylim=(dp + 0.05, 0))
-    axis.set_title(
-        f"{pool.role} mesh {pool.mesh}: {tp}-way cut, {dp} replica{'s' * (dp != 1)}", fontsize=10, loc="left"
-    )
+            axis.add_patch(box)
+            axis.text(column + 0.1, row + 0.15, f"chip {first_chip + row * pool.tp + column}", fontsize=7)
+            _draw_pages(axis, column, row, replica, ROLES.get(pool.role, (GREY, GREY)))
+        words = f"replica {row}: {replica.filled} pages filled, {replica.used} reserved, of {replica.total}"
+        axis.text(0.06, row + 0.95, words, fontsize=7, va="bottom")
+    axis.set(xlim=(0, pool.tp), ylim=(pool.dp + 0.05, 0))
+    cut = "whole layers" if pool.tp == 1 else f"layers cut over {pool.tp} chips"
+    axis.set_title(f"{pool.role} mesh {pool.mesh}: {cut}", fontsize=10, loc="left")
     axis.axis("off")
-    return first_chip + tp * dp
+    return first_chip + pool.tp * pool.dp
 
 
-def _draw_pages(axis: Any, column: int, replica: int, used: int, total: int, color: str) -> None:
-    each = -(-total // MAX_CELLS)
-    cells, filled = -(-total // each), -(-used // each)
-    across = max(1, min(cells, round((cells * 2.2) ** 0.5)))
-    down = -(-cells // across)
-    width, height = 0.8 / across, 0.6 / down
-    xs = [column + 0.1 + (i % across) * width for i in range(cells)]
-    ys = [replica + 0.2 + (i // across) * height for i in range(cells)]
-    for i, (x, y) in enumerate(zip(xs, ys, strict=True)):
-        axis.add_patch(_cell(x, y, width * 0.86, height * 0.86, color if i < filled else EMPTY))
-
-
-def _cell(x: float, y: float, width: float, height: float, color: str) -> Any:
+def _draw_pages(axis: Any, column: int, row: int, replica: _Replica, colors: tuple[str, str]) -> None:
     from matplotlib.patches import Rectangle
 
-    return Rectangle((x, y), width, height, facecolor=color)
+    each = max(1, -(-replica.total // MAX_CELLS))
+    cells, filled, used = (-(-pages // each) for pages in (replica.total, replica.filled, replica.used))
+    across = max(1, round((cells * 2.2) ** 0.5))
+    down = max(1, -(-cells // across))
+    width, height = 0.8 / across, 0.6 / down
+    for i in range(cells):
+        at = column + 0.1 + (i % across) * width, row + 0.2 + (i // across) * height
+        color = colors[0] if i < filled else colors[1] if i < used else EMPTY
+        axis.add_patch(Rectangle(at, width * 0.86, height * 0.86, facecolor=color))
 
 
-def _draw_use(axis: Any, readings: Sequence[tuple[float, Any]], busiest_s: float) -> None:
-    """Pages in use over time, a line a pool."""
+def _draw_use(axis: Any, readings: Sequence[tuple[float, list[_Pool]]], shown_s: float) -> None:
+    """Pages over time: filled ones of each pool as a line, reserved ones as a thin one above it."""
     times = [at_s for at_s, _ in readings]
     for i, pool in enumerate(readings[0][1]):
-        used = [sum(pages for pages, _ in _used(pools[i])) for _, pools in readings]
-        axis.step(times, used, where="post", color=ROLES.get(pool.role, GREY), label=f"{pool.role} {pool.mesh}")
-    axis.axvline(busiest_s, color="black", linewidth=1, linestyle=":", label="the moment above")
-    axis.set(xlabel="s", ylabel="pages in use", ylim=(0, None))
-    axis.legend(fontsize=8, loc="upper right")
+        color, light = ROLES.get(pool.role, (GREY, GREY))
+        axis.step(times, [pools[i].used for _, pools in readings], where="post", color=light, linestyle="--")
+        filled = [pools[i].filled for _, pools in readings]
+        axis.step(times, filled, where="post", color=color, label=f"{pool.role} {pool.mesh}")
+    axis.axvline(shown_s, color="black", linewidth=1, linestyle=":", label="the moment above")
+    axis.set(xlabel="s", ylabel="pages filled\n(dashed: reserved)", ylim=(0, None))
+    axis.legend(fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5), frameon=False)
     axis.spines[["top", "right"]].set_visible(False)
 
 

@@ -55,6 +55,31 @@ PARAMS = {
     "request_id": "x-request-id",
     "structured": "structured_outputs",
 }
+# What the description of the API says of errors.
+_DESCRIBED = {
+    "description": "What is wrong, in words",
+    "content": {
+        "application/json": {
+            "schema": {
+                "type": "object",
+                "required": ["error"],
+                "properties": {
+                    "error": {
+                        "type": "object",
+                        "required": ["message", "type", "param", "code"],
+                        "properties": {
+                            "message": {"type": "string"},
+                            "type": {"type": "string"},
+                            "param": {"type": ["string", "null"]},
+                            "code": {"type": ["string", "null"]},
+                        },
+                    }
+                },
+            }
+        }
+    },
+}
+DESCRIBED: dict[int | str, dict[str, Any]] = {"4XX": _DESCRIBED, "5XX": _DESCRIBED}
 UNAVAILABLE_RETRY_S = 2.0  # for a server that starts or ends
 MAX_SHOWN = 2000  # characters of a message
 

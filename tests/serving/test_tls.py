@@ -140,6 +140,39 @@ def test_a_key_goes_over_tls(served: Served, files: Files) -> None:
     asyncio.run(run())
 
 
+def test_http_speaks_it_too(opened: Callable[..., Any], files: Files) -> None:
+    async def run() -> None:
+        gateway, engine = opened()
+        front = HttpFront(gateway, tls=Tls(**files.server, ca_certs=files.ca["certfile"]))
+        port = front.bind("127.0.0.1", 0)
+        await front.start()
+        await front.set_ready(True)
+        body = {"prompt": "abc", "max_tokens": 4}
+
+        async def post(**client: Any) -> str:
+            trusting = ssl.create_default_context(cafile=files.ca["certfile"])
+            if client:
+                trusting.load_cert_chain(**client)
+            async with httpx.AsyncClient(verify=trusting, base_url=f"https://127.0.0.1:{port}") as asking:
+                return str((await asking.post("/v1/completions", json=body)).json()["choices"][0]["text"])
+
+        try:
+            assert await post(**pair(files.client)) == "abca"
+            with pytest.raises(httpx.TransportError):
+                await post()
+            with pytest.raises(httpx.TransportError):
+                await post(**pair(files.stranger))
+            async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as plain:
+                with pytest.raises(httpx.TransportError):
+                    await plain.post("/v1/completions", json=body)
+            assert await post(**pair(files.client)) == "abca"
+        finally:
+            await front.stop(0)
+            engine.close()
+
+    asyncio.run(run())
+
+
 def test_files_that_cannot_be_used(files: Files, tmp_path: pathlib.Path) -> None:
     encrypted, _ = files.make("encrypted", password=b"secret")
     empty, nonsense = tmp_path / "empty.pem", tmp_path / "nonsense.pem"

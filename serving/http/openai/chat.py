@@ -1,8 +1,10 @@
 """`POST /v1/chat/completions`: a conversation in, a message out, with tool calls and reasoning told apart from content.
 
-messages, tools -> chat template -> prompt text -> gateway -> answer text -> parser -> delta or message
-                                        |
-                     tool_choice, response_format -> grammar
+    messages, tools -> chat template -> prompt text -> gateway -> answer text -> parser -> delta or message
+                                            |
+                         tool_choice, response_format -> grammar
+
+The prompt is written here and goes to the gateway as text, since grammar and parser have to know how it ends.
 """
 
 from __future__ import annotations

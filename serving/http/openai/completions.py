@@ -219,7 +219,8 @@ class CompletionWriter(ChunkWriter):
                 return b""  # part of a character, say
             more = "" if self._plain else self._more(key, message, first=False)
         if last:
-            self._kept[key] = (text, more)
+            before, kept = self._kept.get(key, ("", ""))  # text may come behind its tokens, with a message of none
+            self._kept[key] = (before + text, kept or more)
             return b""
         return self.write(*key, f'"text":{quoted(text)}{more or PLAIN},"finish_reason":null')
 

@@ -7,7 +7,6 @@ ttft_s + i * itl_s on an absolute clock; a message of k tokens leaves when its f
 from __future__ import annotations
 
 import asyncio
-import collections
 import contextlib
 import dataclasses
 import json
@@ -30,7 +29,7 @@ class Options:
     template: int = 5  # tokens that a chat template adds
     refuse_every: int = 0
     break_every: int = 0
-    max_rate: float | None = None  # arrivals above it get slow_ttft_s
+    max_rate: float | None = None  # a probe that has come faster so far gets slow_ttft_s
     slow_ttft_s: float = 0.4
     api_key: str | None = None
     max_model_len: int | None = 4096
@@ -48,7 +47,7 @@ class Server:
         self.headers: list[dict[str, str]] = []
         self.connections = 0
         self.running = self.most = 0
-        self._arrived: collections.deque[float] = collections.deque(maxlen=21)
+        self._arrived: dict[str, list[float]] = {}  # by the part of the request id that names a probe
         self._server: asyncio.Server | None = None
         self._tasks: set[asyncio.Task[Any]] = set()
 
@@ -108,11 +107,13 @@ class Server:
             tokens = self._tokens(text) + [0] * (self.options.template if "messages" in body else 0)
             _plain(writer, 200, {"count": len(tokens), "max_model_len": 4096, "tokens": tokens})
         elif path in ("/v1/completions", "/v1/chat/completions"):
-            await self._complete(path.endswith("chat/completions"), body, writer)
+            await self._complete(path.endswith("chat/completions"), headers, body, writer)
         else:
             _plain(writer, 404, {"error": {"message": f"no {path}", "type": "x", "param": None, "code": None}})
 
-    async def _complete(self, chat: bool, body: dict[str, Any], writer: asyncio.StreamWriter) -> None:
+    async def _complete(
+        self, chat: bool, headers: dict[str, str], body: dict[str, Any], writer: asyncio.StreamWriter
+    ) -> None:
         arrived = time.perf_counter()
         options = self.options
         prompt = body["messages"][0]["content"] if chat else body["prompt"]
@@ -134,9 +135,10 @@ class Server:
             _plain(writer, 429, {"error": {"message": "too many", "type": "busy", "param": None, "code": None}})
             return
         broken = bool(options.break_every and number and number % options.break_every == 0)
-        self._arrived.append(arrived)
-        slow = len(self._arrived) == 21 and options.max_rate is not None
-        slow = slow and 20 / (self._arrived[-1] - self._arrived[0]) > (options.max_rate or 0)
+        times = self._arrived.setdefault(headers.get("x-request-id", "").rpartition("-")[0], [])
+        times.append(arrived)
+        slow = options.max_rate is not None and len(times) > 15
+        slow = slow and (len(times) - 1) / (times[-1] - times[0]) > (options.max_rate or 0)
         first_s = arrived + (options.slow_ttft_s if slow else options.ttft_s)
         self.running += 1
         self.most = max(self.most, self.running)

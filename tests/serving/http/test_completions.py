@@ -3,10 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Callable
 from typing import Any
 
 import pytest
+
+from jaxpd.request import FinishReason, SamplingParams, Timings, Usage
+from serving.http.openai.chat_reply import ChatReply, ChatWriter
+from serving.http.openai.completions import CompletionWriter, Reply
+from serving.http.openai.schema import ChatRequest, CompletionRequest
+from serving.http.openai.sse import ChunkWriter
+from serving.messages import Finished, Tokens, Understood
 
 PATH = "/v1/completions"
 
@@ -277,3 +285,38 @@ def test_a_model_without_a_tokenizer_speaks_ids(http_app: Callable[..., Any]) ->
     (choice,) = ask(http_app, body, tokenizer=False)["choices"]
     assert (choice["text"], choice["token_ids"]) == ("", [1, 2])
     assert choice["logprobs"]["tokens"] == ["token_id:1", "token_id:2"]
+
+
+def test_text_that_comes_behind_its_tokens_is_not_lost(scripted: Any) -> None:
+    """The engine may say later that it was the last token, and only then is half a character shown."""
+    model = scripted.served_model(scripted.byte_tokenizer())
+    usage, params = Usage(prompt_tokens=1, completion_tokens=2), SamplingParams(max_tokens=2, seed=0)
+    end = Finished(reason=FinishReason.LENGTH, usage=usage, timings=Timings())
+    begin = Understood(
+        request_id="r", prompt_tokens=1, prompt_ids=None, params=params, want_text=True, want_token_ids=False
+    )
+    writers: list[ChunkWriter] = [
+        CompletionWriter(Reply(CompletionRequest(prompt="x"), model, "cmpl-r")),
+        ChatWriter(ChatReply(ChatRequest(messages=[]), model, "chatcmpl-r", None)),
+    ]
+    for writer in writers:
+        writer.begin(0, begin)
+        messages = (
+            Tokens(first_index=0, count=2, token_ids=(), text="a"),
+            Tokens(first_index=2, count=0, token_ids=(), text="\ufffd"),
+            end,
+        )
+        (event,) = [chunk for message in messages if (chunk := writer.chunk(0, message))]
+        choice = json.loads(event.removeprefix(b"data: "))["choices"][0]
+        assert (choice.get("text") or choice["delta"]["content"]) == "a\ufffd"
+        assert choice["finish_reason"] == "length"
+
+
+def test_an_answer_with_much_to_write_leaves_the_others_their_turn(http_app: Callable[..., Any]) -> None:
+    async def run() -> None:
+        async with http_app() as running:
+            body = {"prompt": "abc", "n": 8, "max_tokens": 500, "logprobs": 20}
+            response = await running.post(PATH, body)
+            assert [len(choice["logprobs"]["tokens"]) for choice in response.json()["choices"]] == [500] * 8
+
+    asyncio.run(run())

@@ -36,10 +36,14 @@ def post(http_app: Callable[..., Any], path: str, body: Any, status: int = 200, 
 
 
 def test_models(http_app: Callable[..., Any]) -> None:
-    (card,) = get(http_app, "/v1/models")["data"]
-    assert (card["id"], card["object"], card["owned_by"]) == ("bytes", "model", "jaxpd")
-    assert (card["max_model_len"], card["has_chat_template"]) == (4096, True)
-    assert get(http_app, "/v1/models/bytes") == card
+    async def run() -> None:
+        async with http_app() as running:
+            (card,) = (await running.client.get("/v1/models")).json()["data"]
+            assert (card["id"], card["object"], card["owned_by"]) == ("bytes", "model", "jaxpd")
+            assert (card["max_model_len"], card["has_chat_template"]) == (4096, True)
+            assert (await running.client.get("/v1/models/bytes")).json() == card
+
+    asyncio.run(run())
     (card,) = get(http_app, "/v1/models", tokenizer=False)["data"]
     assert card["has_chat_template"] is False
 

@@ -276,6 +276,58 @@ def test_a_thousand_requests(opened: Opened, caplog: pytest.LogCaptureFixture) -
 
 
 @pytest.mark.fuzz
-@pytest.mark.parametrize("part", range(5))
-def test_five_thousand_requests(opened: Opened, caplog: pytest.LogCaptureFixture, part: int) -> None:
+@pytest.mark.parametrize("part", range(6))
+def test_six_thousand_requests(opened: Opened, caplog: pytest.LogCaptureFixture, part: int) -> None:
     attack(opened, caplog, 1000, 1_000_000 + 1000 * part)
+
+
+@pytest.mark.fuzz
+@pytest.mark.timeout(1800)  # most of it is schemathesis making up requests
+def test_what_schemathesis_makes_of_the_description(opened: Opened, caplog: pytest.LogCaptureFixture) -> None:
+    """4,000 requests and more that fit the description and that do not, most of them with a body."""
+    schemathesis = pytest.importorskip("schemathesis", reason="pip install 'jaxpd[fuzz]'")
+    import hypothesis
+
+    modes = (schemathesis.GenerationMode.POSITIVE, schemathesis.GenerationMode.NEGATIVE)
+
+    def send_all(address: str, description: dict[str, Any]) -> int:
+        sent = 0
+        schema = schemathesis.openapi.from_dict(description)
+        operations = [operation.ok() for operation in schema.get_all_operations()]
+        with httpx.Client(base_url=address, timeout=60) as client:
+
+            def send(case: Any) -> None:
+                nonlocal sent
+                prepared = case.as_transport_kwargs(base_url=address)
+                body = {key: value for key, value in prepared.items() if key in ("json", "data") and value is not None}
+                content = json.dumps(body["json"]).encode() if "json" in body else body.get("data", b"")
+                headers = {key: str(value).encode("latin-1", "replace") for key, value in prepared["headers"].items()}
+                request = client.build_request(
+                    prepared["method"], prepared["url"], params=prepared.get("params"), headers=headers, content=content
+                )
+                answer = client.send(request)
+                check(request, answer.status_code, answer.headers.get("content-type", ""), answer.content)
+                sent += 1
+
+            for operation in operations:
+                many = 1100 if operation.body else 20
+                for mode in modes if operation.body else modes[:1]:
+                    run = hypothesis.given(case=operation.as_strategy(generation_mode=mode))(send)
+                    settings = hypothesis.settings(
+                        max_examples=many // 2,
+                        deadline=None,
+                        derandomize=True,
+                        database=None,
+                        suppress_health_check=list(hypothesis.HealthCheck),
+                    )
+                    settings(run)()
+        return sent
+
+    async def run() -> int:
+        async with serving(opened) as (address, _, _, description):
+            return await asyncio.to_thread(send_all, address, description)
+
+    with caplog.at_level(logging.WARNING):
+        sent = asyncio.run(run())
+    assert_no_bugs(caplog)
+    assert sent > 4000, sent
