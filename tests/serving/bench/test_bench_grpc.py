@@ -50,6 +50,17 @@ def test_lengths_shared_prefixes_and_usage(served: Callable[..., Any]) -> None:
     assert len({tuple(ids[:20]) for ids in asked}) == 1 and len({tuple(ids) for ids in asked}) == 12
 
 
+def test_messages_of_several_tokens_say_so(served: Callable[..., Any]) -> None:
+    outcome, _ = bench(
+        served,
+        {"step_s": 0.0},  # faster than anybody reads
+        workload=Workload(input_len=Lengths("fixed", 9), output_len=Lengths("fixed", 200)),
+        arrivals=Arrivals(num_requests=3, concurrency=1),
+    )
+    summary = outcome.probes[0].summary
+    assert summary.tokens_per_message > 1.2 and summary.without_itl == 0 and summary.itl_s.count == 3 * 199
+
+
 def test_refusals_and_errors_are_failures_of_their_kind(served: Callable[..., Any]) -> None:
     small = Workload(input_len=Lengths("fixed", 5), output_len=Lengths("fixed", 20))
     long = Workload(input_len=Lengths("fixed", 5), output_len=Lengths("fixed", 200))  # none ends before all have come
