@@ -15,7 +15,7 @@ with_extras = .$(if $(strip $(1)),[$(1)])
 extras_of = $(if $(EXTRAS),$(1)$(if $(1),$(comma))$(EXTRAS),$(1))
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test lint format fuzz gemma reference aot roofline clean
+.PHONY: help serve test lint format fuzz gemma reference notebooks aot roofline clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -34,7 +34,7 @@ lint: $(VENV)/.installed-dev ## ruff and mypy
 format: $(VENV)/.installed-dev ## let ruff rewrite the files
 	@$(BIN)/ruff check --fix . && $(BIN)/ruff format .
 
-fuzz: $(VENV)/.installed-test ## send random and mutated requests to the fronts (minutes)
+fuzz: $(VENV)/.installed-fuzz ## send 20,000 random and mutated requests to both fronts (minutes)
 	@JAX_PLATFORMS=cpu $(BIN)/python -m pytest -q -m fuzz $(or $(TESTS),tests/serving)
 
 gemma: $(VENV)/.installed-test ## compare Gemma 3 270M with its reference tokens (downloads 238 MB)
@@ -42,6 +42,9 @@ gemma: $(VENV)/.installed-test ## compare Gemma 3 270M with its reference tokens
 
 reference: $(VENV)/.installed-test ## compare SmolLM2 with its reference tokens on every pair of meshes (minutes)
 	@JAX_PLATFORMS=cpu $(BIN)/python -m pytest -q -m slow $(TESTS)
+
+notebooks: $(VENV)/.installed-test ## run the notebooks and keep what comes out (minutes)
+	@JAX_PLATFORMS=cpu $(BIN)/python colab/refresh.py
 
 aot: $(AOT_VENV)/.installed-aot ## compile kernels and models for TPUs and GPUs that are not there, write the table (minutes)
 	@mkdir -p build && rm -f build/aot.json
@@ -80,6 +83,11 @@ $(VENV)/.installed-test: pyproject.toml | $(VENV)/bin/python
 	@echo "installing jaxpd and its test tools into $(VENV) (a few minutes the first time)" >&2
 	@$(BIN)/python -m pip install $(PIP_FLAGS) -e '$(call with_extras,$(call extras_of,test))'
 	@touch $@ $(VENV)/.installed
+
+$(VENV)/.installed-fuzz: pyproject.toml | $(VENV)/bin/python
+	@echo "installing jaxpd and what makes up requests into $(VENV) (a few minutes the first time)" >&2
+	@$(BIN)/python -m pip install $(PIP_FLAGS) -e '$(call with_extras,$(call extras_of,fuzz))'
+	@touch $@ $(VENV)/.installed-test $(VENV)/.installed
 
 $(VENV)/.installed-dev: pyproject.toml | $(VENV)/bin/python
 	@echo "installing jaxpd and its development tools into $(VENV) (a few minutes the first time)" >&2

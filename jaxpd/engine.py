@@ -206,6 +206,15 @@ class Engine:
         error = Internal(f"a device step has not ended for {seconds:.0f} s (--step-timeout); the request is given up")
         for seq in pool.everyone():
             self.emit(self.finish(seq, FinishReason.ERROR, error=error))
+        decode = self._reservations.decode
+        if pool not in decode or not all(other.given_up for other in decode):
+            return
+        with self._lock:  # nobody will reserve for those that wait; their pools are well and end them
+            waiting = [s for live in self._registry.values() for s in live.values() if s.state is State.QUEUED]
+        for seq in waiting:
+            seq.failure, seq.abort_requested = error, True
+        for other in self._pools:
+            other.wake()
 
     def stats(self) -> EngineStats:
         """Requests by state, free pages and slots, staged bytes, and what was counted since the start."""

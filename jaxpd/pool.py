@@ -260,7 +260,7 @@ class Pool:
         aborted = [s for s in (*self._waiting, *(s for r in self._running for s in r)) if s.abort_requested]
         aborted += self._arrivals.aborted()
         for seq in aborted:
-            self.owner.emit(self._end(seq, FinishReason.ABORT))
+            self.owner.emit(self._end_asked(seq))
 
     def _admit(self) -> None:
         if not self._retry:
@@ -290,7 +290,7 @@ class Pool:
     def _take_over(self, seq: Sequence) -> None:
         """The end of a hand-off: all pages are there, and it decodes from the next step on."""
         if seq.abort_requested:
-            self.owner.emit(self._end(seq, FinishReason.ABORT))
+            self.owner.emit(self._end_asked(seq))
             return
         lease = seq.decode_lease
         assert lease is not None
@@ -450,7 +450,7 @@ class Pool:
             if ended is not None:
                 events += self._end(seq, ended[0], stop_token=ended[1])
             elif seq.abort_requested:
-                events += self._end(seq, FinishReason.ABORT)
+                events += self._end_asked(seq)
             elif seq in self._staged:
                 leaving.append(seq)
             elif seq.state is prefilling:  # one pool does both: it goes on where it is
@@ -466,6 +466,11 @@ class Pool:
         asked = seq.request.params.prompt_logprobs
         assert asked is not None
         seq.prompt_logprobs[start : start + count] = scored_logprobs(jax.device_get(logprobs), replica, count, asked)
+
+    def _end_asked(self, seq: Sequence) -> list[Event]:
+        """Ends a sequence whose abort was asked for."""
+        reason = FinishReason.ABORT if seq.failure is None else FinishReason.ERROR
+        return self._end(seq, reason, error=seq.failure)
 
     def _end(
         self, seq: Sequence, reason: FinishReason, *, stop_token: int | None = None, error: JaxpdError | None = None

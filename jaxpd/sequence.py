@@ -31,7 +31,7 @@ import numpy as np
 
 from jaxpd.cache.keys import Chain
 from jaxpd.cache.prefix import PrefixLease
-from jaxpd.errors import HandoffFailed
+from jaxpd.errors import HandoffFailed, JaxpdError
 from jaxpd.grammar import GrammarState
 from jaxpd.life import Life, Stage
 from jaxpd.policies.queueing import Rank
@@ -89,6 +89,7 @@ class Sequence:
     transfer_error: HandoffFailed | None = None  # why it cannot be taken over (set by the decode pool's thread)
     passed: int = 0  # later requests that were admitted before it
     abort_requested: bool = False
+    failure: JaxpdError | None = None  # why, where it is not its client's wish
     prompt_logprobs: list[TokenLogprobs] = dataclasses.field(default_factory=list)  # read so far
     max_tokens: int = dataclasses.field(init=False)  # as in the request: asked for at every step
     ending: frozenset[int] = dataclasses.field(init=False)  # tokens that end it

@@ -250,9 +250,9 @@ def _on_monitoring_event(event: str, **_: object) -> None:
         _hits.count = getattr(_hits, "count", 0) + 1
 
 
-def _on_monitoring_duration(event: str, seconds: float, **_: object) -> None:
+def _on_monitoring_duration(event: str, duration_secs: float, **_: object) -> None:
     if event == "/jax/core/compile/backend_compile_duration":
-        compiled(seconds)
+        compiled(duration_secs)
 
 
 jax.monitoring.register_event_listener(_on_monitoring_event)

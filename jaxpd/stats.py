@@ -128,11 +128,11 @@ def read_engine(
         crossed_bytes=transport.crossed_bytes,
         handoff_failures=failures,
         startup_s=dict(startup_s),
-        sequences=tuple(_read_sequence(seq, places) for seq in sequences[:MAX_SHOWN]),
+        sequences=tuple(read_sequence(seq, places) for seq in sequences[:MAX_SHOWN]),
     )
 
 
-def _read_sequence(seq: Sequence, places: Mapping[PrefixCache, tuple[str, int, int]]) -> SequenceStats:
+def read_sequence(seq: Sequence, places: Mapping[PrefixCache, tuple[str, int, int]]) -> SequenceStats:
     """What a sequence does just now, while its pool's thread goes on with it; `places` says whose pages are whose."""
     state, cached, page_size = seq.state, seq.cached, seq.chain.page_size
     decoding = state is State.DECODING

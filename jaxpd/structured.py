@@ -26,10 +26,12 @@ KINDS = (JSON_OBJECT, JSON_SCHEMA, REGEX, CHOICE, GRAMMAR)
 # bytes of UTF-8; an expression of 4,096 optional letters compiles in 0.6 s, and the time grows with the square
 MAX_BYTES = {JSON_SCHEMA: 64 << 10, REGEX: 8 << 10, CHOICE: 64 << 10, GRAMMAR: 64 << 10}
 MAX_CHOICES = 1000
+MAX_LEVELS = 100  # of a schema, objects and arrays in one another; llguidance reads 127
 
 WORD = 32  # tokens in a word of a mask
 EVERYTHING = -1  # a word that allows all of its tokens
 
+_TOO_DEEP = f"is nested deeper than {MAX_LEVELS} levels; use $ref for more"
 _SHOWN = 80  # characters of a value in a message
 
 
@@ -92,15 +94,29 @@ class StructuredOutput:
         try:
             schema = json.loads(self.text)
         except RecursionError:
-            self._fail("text", "is nested too deeply; the limit is 100 levels or so, use $ref for more")
+            self._fail("text", _TOO_DEEP)
         except ValueError as error:
             self._fail("text", f"must be a JSON schema as JSON, but it does not parse: {error}; check its quotes")
         if not isinstance(schema, dict):
             self._fail("text", 'must be a JSON object, such as {"type": "object"}')
+        if _levels(schema, most=MAX_LEVELS) > MAX_LEVELS:
+            self._fail("text", _TOO_DEEP)
 
     def _fail(self, field: str, what: str) -> None:
         value = "" if field == "choices" else f"={shortened(self.text)}"
         raise InvalidArgument(f"structured_output.{field}{value} {what}", field=f"structured_output.{field}")
+
+
+def _levels(value: object, *, most: int) -> int:
+    """How many objects and arrays stand in one another, counted to `most` + 1; without recursion."""
+    layer, depth = [value], 0
+    while depth <= most:
+        parts = [inner for part in layer if isinstance(part, dict) for inner in part.values()]
+        parts += [inner for part in layer if isinstance(part, list) for inner in part]
+        if not any(isinstance(part, dict | list) for part in layer):
+            break
+        layer, depth = parts, depth + 1
+    return depth
 
 
 def shortened(value: object, most: int = _SHOWN) -> str:

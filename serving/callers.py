@@ -39,6 +39,7 @@ class Keys:
 
     def __init__(self, keys: Mapping[str, Caller]) -> None:
         self._callers = [(_digest(key), caller) for key, caller in keys.items()]
+        self.refused = 0  # how often somebody came without one of them
 
     @property
     def required(self) -> bool:
@@ -50,12 +51,14 @@ class Keys:
         if not self._callers:
             return ANYONE
         if not token:
+            self.refused += 1
             raise Unauthenticated("an API key is needed; send it as the header `authorization: Bearer KEY`")
         digest, found = _digest(token), None
         for known, caller in self._callers:  # all of them, always
             if hmac.compare_digest(known, digest):
                 found = caller
         if found is None:
+            self.refused += 1
             raise Unauthenticated("the API key is not one of this server's")
         return found
 
@@ -89,6 +92,15 @@ def load_keys(path: pathlib.Path | None, keys: Iterable[str] = ()) -> Keys:
     if path is not None:
         for name, table in _read(path).items():
             where = f"--api-key-file {path}: [{name}]"
+            if not name or not name.isprintable():
+                raise InvalidArgument(
+                    f"--api-key-file {path}: [{name!r:.60}] must have a name of printable characters",
+                    field="api_key_file",
+                )
+            if any(caller.name == name for caller in callers.values()):
+                raise InvalidArgument(
+                    f"{where} is the name of a key from --api-key; give it another one", field="api_key_file"
+                )
             if not isinstance(table, dict):
                 raise InvalidArgument(f'{where} must be a table with `key = "..."`', field="api_key_file")
             if unknown := sorted(set(table) - {"key", "max_requests", "max_tokens"}):

@@ -28,14 +28,11 @@ from jaxpd.request import (
     Event,
     FinishReason,
     Request,
-    Timings,
     TokensEvent,
-    Usage,
 )
 from serving.callers import Caller, Quotas, salted_by
 from serving.messages import (
     Answer,
-    Finished,
     GenerateRequest,
     Message,
     Tokens,
@@ -48,17 +45,14 @@ from serving.messages import (
 from serving.model import ServedModel
 from serving.observer import Observer, Observers, Origin
 from serving.pace import Pace
-from serving.stream import Live, Reader, Waiting
-from serving.understand import check_response, check_sizes, params_of, prompt_characters, prompt_ids_of
+from serving.stream import Live, Reader, Waiting, aborted_early
+from serving.understand import LONG_PROMPT, check_response, check_sizes, params_of, prompt_characters, prompt_ids_of
 
 if TYPE_CHECKING:
     from jaxpd.stats import EngineStats
 
 logger = logging.getLogger(__name__)
 
-# A prompt of more characters is tokenized in a thread, and one of more tokens submitted in one, so that nobody's tokens
-# wait for it.
-LONG_PROMPT = 4096
 SUBMITTING_THREADS = 2
 # Streams hear of new tokens together, and the more streams the more rarely: a message costs the loop about so long
 # (benchmarks/fronts.py), and the engine's threads wait for it meanwhile. First and last tokens never wait.
@@ -182,7 +176,7 @@ class Gateway:
                 raise
             yield understood
             if not live.submitted:
-                for end in _aborted(understood):
+                for end in aborted_early(understood):
                     yield end
                 return
             reader = Reader(live, understood, model, want_timeline=bool(asked.want_timeline), shown_ids=asked.shown_ids)
@@ -394,15 +388,6 @@ class Gateway:
         for live in self._paced:
             live.wake.set()
         self._paced.clear()
-
-
-def _aborted(understood: Understood) -> list[Finished]:
-    """The end of a request that was aborted before the engine had it."""
-    usage = Usage(prompt_tokens=understood.prompt_tokens, completion_tokens=0)
-    return [
-        Finished(reason=FinishReason.ABORT, usage=usage, timings=Timings(), sample=i)
-        for i in range(understood.params.n)
-    ]
 
 
 def _shown_error(error: Exception) -> JaxpdError:

@@ -11,6 +11,8 @@ import asyncio
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from jaxpd.errors import NotFound
+
 
 class Health(health_pb2_grpc.HealthServicer):
     """States of named services; every name must be known from the start."""
@@ -44,7 +46,7 @@ class Health(health_pb2_grpc.HealthServicer):
         """The state now; NOT_FOUND for an unknown service, as the protocol wants it."""
         if request.service not in self._serving:
             known = ", ".join(repr(name) for name in sorted(self._serving))
-            await context.abort(grpc.StatusCode.NOT_FOUND, f"unknown service; known are {known}")
+            raise NotFound(f"unknown service; known are {known}", field="service")
         return health_pb2.HealthCheckResponse(status=self._status(request.service))
 
     async def Watch(self, request: health_pb2.HealthCheckRequest, context: grpc.aio.ServicerContext) -> None:

@@ -9,6 +9,7 @@ A caller without a valid key is refused before its message is parsed. Metrics an
 
 from __future__ import annotations
 
+import asyncio
 import contextvars
 import dataclasses
 import logging
@@ -45,6 +46,7 @@ class Call:
 
     request_id: str
     origin: Origin
+    claims_id: bool = False  # it was on offer and not yet anybody's
 
 
 _this_call: contextvars.ContextVar[Call] = contextvars.ContextVar("call")
@@ -60,6 +62,7 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
 
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
+        self._claimed: set[str] = set()  # ids on offer that a running call has taken, before the gateway knows them
 
     async def intercept_service(
         self, continuation: Continuation, handler_call_details: grpc.HandlerCallDetails
@@ -92,9 +95,17 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
                 return await handle(message, context)
             except grpc.aio.AbortError:
                 raise
+            except grpc.aio.BaseError:  # the call has ended while its handler still wanted to say something
+                raise asyncio.CancelledError from None
             except Exception as error:
                 status, details, trailers = _status_of(error, method, this.request_id)
-            await context.abort(status, details, trailing_metadata=trailers)
+            finally:
+                if this.claims_id:
+                    self._claimed.discard(this.request_id)
+            try:
+                await context.abort(status, details, trailing_metadata=trailers)
+            except (grpc.aio.UsageError, grpc.aio.InternalError):
+                raise asyncio.CancelledError from None
 
         return call
 
@@ -109,10 +120,14 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
             return
         if isinstance(message, open_inference_pb2.ModelInferRequest) and message.id:
             offered = message.id  # need not be unique there, and is only repeated in the answer where it is not
-        if isinstance(offered, str) and _usable(offered) and not self._gateway.in_use(offered):
-            call.request_id = offered
+        if isinstance(offered, str) and _usable(offered) and not self._is_taken(offered):
+            call.request_id, call.claims_id = offered, True
+            self._claimed.add(offered)
         if isinstance(message, inference_pb2.GenerateRequest):
             message.request_id = call.request_id
+
+    def _is_taken(self, request_id: str) -> bool:
+        return request_id in self._claimed or self._gateway.in_use(request_id)
 
 
 class CallerInterceptor(grpc.aio.ServerInterceptor):

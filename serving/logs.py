@@ -16,7 +16,7 @@ import json
 import logging
 import re
 import sys
-from typing import Any, TextIO
+from typing import Any, TextIO, cast
 
 from jaxpd.errors import InvalidArgument, JaxpdError
 from jaxpd.request import FinishEvent, Request
@@ -89,14 +89,16 @@ def without_keys(text: str) -> str:
     return _KEYS.sub(r"\1***", text)
 
 
-class LogStream(io.TextIOBase):
-    """A stream whose lines become records of `name`: progress, where every line of the log has to be JSON."""
+def log_stream(name: str) -> TextIO:
+    """A stream whose lines become records of `name`: for progress, where every line of stderr has to be JSON."""
+    return cast(TextIO, _LogStream(name))
 
+
+class _LogStream(io.TextIOBase):
     def __init__(self, name: str) -> None:
         self._logger = logging.getLogger(name)
 
     def write(self, text: str) -> int:
-        """Logs each line of `text`."""
         for line in text.splitlines():
             if line.strip():
                 self._logger.info("%s", line)

@@ -101,6 +101,9 @@ def _build() -> dict[str, str]:
 
 def _process(metrics: Metrics, model: str) -> Iterator[Metric]:
     build = _build()
+    refusals = dict(metrics.refusals)
+    if metrics.keys is not None:
+        refusals["unauthenticated"] += metrics.keys.refused
     yield _gauge("jaxpd:build_info", "Versions; always 1", model, [(tuple(build.values()), 1)], tuple(build))
     yield _counter(
         "jaxpd:xla_compiles",
@@ -112,9 +115,9 @@ def _process(metrics: Metrics, model: str) -> Iterator[Metric]:
     yield _histogram("jaxpd:xla_compile_seconds", "Time one program took", model, metrics.compiles, "phase")
     yield _counter(
         "jaxpd:admission_rejections",
-        "Requests that were refused before the engine had them",
+        "Requests that the gateway refused, and calls without a key where one is needed",
         model,
-        _by(metrics.refusals),
+        _by(refusals),
         ("reason",),
     )
 

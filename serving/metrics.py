@@ -29,6 +29,7 @@ from jaxpd import compiles
 from jaxpd.errors import JaxpdError
 from jaxpd.life import Stage
 from jaxpd.request import Event, FinishEvent, FinishReason, Request, TokensEvent
+from serving.callers import Keys
 from serving.gateway import State
 from serving.histogram import BETWEEN_TOKENS, COMPILE, MESSAGE, REQUEST, STAGE, TOKENS, TTFT, Histogram
 from serving.metric_families import Families
@@ -57,20 +58,22 @@ class Source(Protocol):
 
 
 class _Watched:
-    """A request under way; `submitted` may hear of it later than of its first tokens."""
+    """A request under way."""
 
-    def __init__(self) -> None:
-        self.request: Request | None = None
+    def __init__(self, request: Request) -> None:
+        self.request = request
         self.last_s: dict[int, float] = {}  # sample -> when its latest token came
-        self.first_s: float | None = None
-        self.second_s: float | None = None
         self.ended = 0  # samples
 
 
 class Metrics(Observer):
-    """Counts for one gateway. Methods are the event loop's, but `render`, which any thread may call."""
+    """Counts for one gateway. Methods are the event loop's, but `render`, which any thread may call.
 
-    def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
+    With `keys` those who came without one count as refused, too: the gateway never hears of them.
+    """
+
+    def __init__(self, keys: Keys | None = None, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self.keys = keys
         self.source: Source | None = None
         self._clock = clock
         self._watched: dict[str, _Watched] = {}
@@ -127,7 +130,7 @@ class Metrics(Observer):
 
     def submitted(self, request: Request, origin: Origin) -> None:
         """See `Observer`."""
-        self._introduce(self._watched.setdefault(request.request_id, _Watched()), request)
+        self._watched[request.request_id] = _Watched(request)
 
     def progressed(self, events: Sequence[Event]) -> None:
         """See `Observer`."""
@@ -140,14 +143,14 @@ class Metrics(Observer):
             self.generation_tokens += count
             watched = self._watched.get(event.request_id)
             if watched is None:
-                watched = self._watched[event.request_id] = _Watched()
+                continue
             last_s = watched.last_s.get(event.sample)
             watched.last_s[event.sample] = now
             if last_s is not None:
                 gap = (now - last_s) / count
                 gaps[gap] = gaps.get(gap, 0) + count
             if event.first_index <= 1 and not event.sample:
-                self._began(watched, event.first_index, count, now)
+                self._began(watched.request, event.first_index, count, now)
         for gap, times in gaps.items():
             self.itl.observe(gap, times)
 
@@ -161,8 +164,7 @@ class Metrics(Observer):
 
     def finished(self, request: Request, origin: Origin, event: FinishEvent) -> None:
         """See `Observer`."""
-        watched = self._watched.setdefault(request.request_id, _Watched())
-        self._introduce(watched, request)
+        watched = self._watched[request.request_id]
         watched.ended += 1
         if watched.ended == request.params.n:
             del self._watched[request.request_id]
@@ -181,29 +183,13 @@ class Metrics(Observer):
             self.decoding.observe(decoding_s)
             self.tpot.observe(decoding_s / (len(life.token_times) - 1))
 
-    def _introduce(self, watched: _Watched, request: Request) -> None:
-        """What a request asked for is known, perhaps after its first tokens."""
-        if watched.request is not None:
-            return
-        watched.request = request
-        if watched.first_s is not None:
-            self.prompt_tokens += len(request.prompt_ids)
-            self.ttft.observe(watched.first_s - request.arrival_s)
-        if watched.second_s is not None:
-            self.ttst.observe(watched.second_s - request.arrival_s)
-
-    def _began(self, watched: _Watched, first_index: int, count: int, now: float) -> None:
+    def _began(self, request: Request, first_index: int, count: int, now: float) -> None:
         """The first or second token of the first sample has come."""
-        request = watched.request
         if not first_index:
-            watched.first_s = now
-            if request is not None:
-                self.prompt_tokens += len(request.prompt_ids)
-                self.ttft.observe(now - request.arrival_s)
+            self.prompt_tokens += len(request.prompt_ids)
+            self.ttft.observe(now - request.arrival_s)
         if first_index + count > 1:
-            watched.second_s = now
-            if request is not None:
-                self.ttst.observe(now - request.arrival_s)
+            self.ttst.observe(now - request.arrival_s)
 
     def _stages_of(self, event: FinishEvent) -> None:
         timings = event.timings

@@ -4,8 +4,6 @@
        |
        +-----> submitted -> [progressed, sent]* -> finished, once a sample -> detokenized
 
-The first events of a request may come before `submitted`: the engine is quick where the gateway submits in a thread.
-
 All methods are called on the gateway's event loop and must not block.
 """
 

@@ -179,7 +179,7 @@ def texts_of(request: pb.ModelInferRequest) -> tuple[list[str], bool]:
 def options_of(parameters: Mapping[str, pb.InferParameter]) -> dict[str, Any]:
     """Fields of GenerateRequest from parameters of their names. Raises InvalidArgument for what is none.
 
-    `stop` is one string, or several as a JSON array; `stop_token_ids` is a JSON array.
+    `stop` is one string, or several as a JSON array; `stop_token_ids` is a JSON array. Fractions may be strings.
     """
     options: dict[str, Any] = {}
     for name, parameter in parameters.items():
@@ -189,7 +189,8 @@ def options_of(parameters: Mapping[str, pb.InferParameter]) -> dict[str, Any]:
         if name in INTEGERS:
             options[name] = _of_kind(name, value, whole, "a whole number")
         elif name in NUMBERS:
-            options[name] = float(_of_kind(name, value, whole or kind == "double_param", "a number"))
+            number = _number(str(value)) if whole or kind in ("double_param", "string_param") else None
+            options[name] = _of_kind(name, number, number is not None, f"a number, got {shown(str(value))}")
         elif name == "ignore_eos":
             options[name] = _of_kind(name, value, kind == "bool_param", "true or false")
         elif name == "json_object":
@@ -214,10 +215,18 @@ def options_of(parameters: Mapping[str, pb.InferParameter]) -> dict[str, Any]:
     return options
 
 
+def _number(text: str) -> float | None:
+    """KServe's own client has no parameters with a fraction: they come as strings."""
+    try:
+        return float(text)
+    except ValueError:
+        return None
+
+
 def _of_kind(name: str, value: Any, fits: bool, what: str) -> Any:
     if not fits:
-        given = "nothing" if value is None else type(value).__name__
-        raise InvalidArgument(f"the parameter {name} must be {what}, got {given}", field=name)
+        given = "" if value is None else f", got {type(value).__name__}"
+        raise InvalidArgument(f"the parameter {name} must be {what}{given}", field=name)
     return value
 
 

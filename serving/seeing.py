@@ -19,7 +19,7 @@ class Seeing:
     """
 
     def __init__(self, config: ServerConfig, more: Sequence[Observer] = ()) -> None:
-        self.metrics = Metrics()
+        self.metrics = Metrics(config.keys)
         self._watching: list[Metrics | Tracing] = [self.metrics]
         if config.otlp_endpoint is not None:
             self._watching.append(make_tracer(config.otlp_endpoint))

@@ -13,7 +13,7 @@ import dataclasses
 import time
 
 from jaxpd.life import Life, Moment, Stage
-from jaxpd.request import FinishEvent, FinishReason, Request, TokenLogprobs, TokensEvent
+from jaxpd.request import FinishEvent, FinishReason, Request, Timings, TokenLogprobs, TokensEvent, Usage
 from jaxpd.text import AnswerText
 from serving.messages import Finished, Message, Tokens, Understood
 from serving.model import ServedModel
@@ -195,3 +195,12 @@ def timeline_of(life: Life) -> tuple[Moment, ...]:
     """What happened, with times in seconds since the arrival."""
     start_s = life.first(Stage.ARRIVED) or 0.0
     return tuple(dataclasses.replace(moment, at_s=moment.at_s - start_s) for moment in life.moments)
+
+
+def aborted_early(understood: Understood) -> list[Finished]:
+    """The end of a request that was aborted before the engine had it."""
+    usage = Usage(prompt_tokens=understood.prompt_tokens, completion_tokens=0)
+    return [
+        Finished(reason=FinishReason.ABORT, usage=usage, timings=Timings(), sample=i)
+        for i in range(understood.params.n)
+    ]

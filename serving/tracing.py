@@ -230,7 +230,7 @@ def _checked(endpoint: str) -> str:
     return endpoint if parts.path.strip("/") else parts._replace(path="/v1/traces").geturl()
 
 
-class _OnceAWhile(logging.Filter):
+class OnceAWhile(logging.Filter):
     """Lets one record pass every `seconds`: a collector that is away fails every few seconds in the same way."""
 
     def __init__(self, seconds: float) -> None:
@@ -247,4 +247,4 @@ class _OnceAWhile(logging.Filter):
         return True
 
 
-_quiet = _OnceAWhile(REPEAT_S)
+_quiet = OnceAWhile(REPEAT_S)

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import dataclasses
 import secrets
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from jaxpd.errors import InvalidArgument, TooLong
 from jaxpd.request import MAX_SEED, SamplingParams
@@ -15,7 +17,12 @@ from serving.messages import GenerateRequest
 from serving.model import ServedModel
 
 DEFAULT_MAX_TOKENS = SamplingParams().max_tokens
-MESSAGE_SIZE = 64  # characters that one chat message counts for by itself
+# A prompt of more characters is tokenized in a thread, and one of more tokens submitted in one, so that nobody's tokens
+# wait for it.
+LONG_PROMPT = 4096
+CHARACTERS_A_TOKEN = 128  # more than any tokenizer makes of any text, on average
+PART_SIZE = 16  # characters that each value in a chat counts for by itself
+MAX_LEVELS = 64  # of values in values, in chat messages, tools and template options
 # Searched in Python for every token; without bounds one request could hold up all others.
 MAX_STOP_STRINGS, MAX_STOP_CHARACTERS, MAX_STOP_TOKEN_IDS = 64, 1024, 1024
 _OPTIONS = tuple(field.name for field in dataclasses.fields(SamplingParams))  # all of them are GenerateRequest's too
@@ -37,6 +44,14 @@ def check_sizes(asked: GenerateRequest, model: ServedModel) -> None:
             f"prompt has {len(asked.token_ids)} tokens, above the limit of {model.max_model_len} (--max-model-len)",
             field="prompt",
         )
+    characters = prompt_characters(asked)
+    most = CHARACTERS_A_TOKEN * model.max_model_len
+    if characters > most:
+        raise TooLong(
+            f"prompt has {characters} characters, and more than {most} are not {model.max_model_len} tokens "
+            "(--max-model-len); shorten it",
+            field="prompt",
+        )
     longest = max((len(stop) for stop in asked.stop), default=0)
     for field, count, limit, what in (
         ("stop", len(asked.stop), MAX_STOP_STRINGS, "{} strings"),
@@ -45,6 +60,8 @@ def check_sizes(asked: GenerateRequest, model: ServedModel) -> None:
     ):
         if count > limit:
             raise InvalidArgument(f"{field} holds {what.format(count)}, the limit is {limit}", field=field)
+    if characters > LONG_PROMPT:  # wrong options are found before it is tokenized
+        params_of(asked, room=model.max_model_len).validate(vocab_size=model.vocab_size)
 
 
 def check_response(asked: GenerateRequest, model: ServedModel) -> None:
@@ -59,10 +76,29 @@ def check_response(asked: GenerateRequest, model: ServedModel) -> None:
 
 
 def prompt_characters(asked: GenerateRequest) -> int:
-    """How much there is to tokenize."""
+    """How much there is to render and to tokenize. Raises InvalidArgument for what is nested too deeply."""
     if asked.text is not None:
         return len(asked.text)
-    return sum(MESSAGE_SIZE + len(str(entry.get("content", ""))) for entry in asked.chat or ())
+    given = {"chat": asked.chat, "tools": asked.tools, "template_options": asked.template_options}
+    return sum(_characters(value, field) for field, value in given.items() if value)
+
+
+def _characters(value: Any, field: str) -> int:
+    """All strings in it, and something for everything else; without recursion, which a client could exhaust."""
+    total, todo = 0, [(value, 0)]
+    while todo:
+        inner, level = todo.pop()
+        if level > MAX_LEVELS:
+            raise InvalidArgument(f"{field} is nested deeper than {MAX_LEVELS} levels; make it flatter", field=field)
+        if isinstance(inner, str):
+            total += len(inner)
+            continue
+        total += PART_SIZE
+        if isinstance(inner, Mapping):
+            todo += [(part, level + 1) for pair in inner.items() for part in pair]
+        elif isinstance(inner, Sequence):
+            todo += [(part, level + 1) for part in inner]
+    return total
 
 
 def prompt_ids_of(asked: GenerateRequest, model: ServedModel) -> tuple[int, ...]:

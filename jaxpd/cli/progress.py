@@ -1,6 +1,6 @@
-"""Progress on stderr: bars where a person watches, plain lines where a file does.
+"""Progress on stderr: bars where a person watches, plain lines where a file does, one line a stage in a notebook.
 
-Both number the stages, show the elapsed time, and never go silent for ten seconds while a stage runs.
+All number the stages, show the elapsed time, and never go silent for ten seconds while a stage runs.
 
     [1] downloading smollm2-135m
     [1] downloading smollm2-135m 41.2/92.9 MB 20.6 MB/s, 2.5 s left
@@ -57,7 +57,7 @@ class LineProgress:
         """See `jaxpd.progress.Progress`."""
         self._number += 1
         stage = _LineStage(self, f"[{self._number}] {name}", total, unit)
-        self.note(stage.title)
+        self._passing(stage.title)
         ended = threading.Event()
         beat = threading.Thread(target=self._beat, args=(stage, ended), daemon=True, name="progress")
         beat.start()
@@ -75,9 +75,36 @@ class LineProgress:
         self._stream.write(text + "\n")  # one write, so that lines of two threads do not mix
         self._stream.flush()
 
+    def _passing(self, text: str) -> None:
+        """How far a stage is just now."""
+        self.note(text)
+
     def _beat(self, stage: _LineStage, ended: threading.Event) -> None:
         while not ended.wait(self._heartbeat_s / 8):
             stage.beat(self._heartbeat_s)
+
+
+class NotebookProgress(LineProgress):
+    """One line a stage, rewritten in place and kept when the stage ends: a notebook understands a carriage return."""
+
+    def __init__(self, stream: TextIO | None = None, *, heartbeat_s: float = 1.0) -> None:
+        super().__init__(stream or sys.stdout, heartbeat_s=heartbeat_s, every_s=0.5)
+        self._width = 0  # of the line that is rewritten
+
+    def note(self, text: str) -> None:
+        """See `jaxpd.progress.Progress`."""
+        self._stream.write(self._over(text) + "\n")
+        self._stream.flush()
+        self._width = 0
+
+    def _passing(self, text: str) -> None:
+        self._stream.write(self._over(text))
+        self._stream.flush()
+        self._width = len(text)
+
+    def _over(self, text: str) -> str:
+        """`text` in place of the line before, of which nothing is left to see."""
+        return f"\r{text:<{self._width}}" if self._width else text
 
 
 class _LineStage:
@@ -109,7 +136,7 @@ class _LineStage:
         now = self._parent._clock()
         state = describe(self._done, self._total, self._unit, now - self.start_s)
         self._line_s = now
-        self._parent.note(" ".join(part for part in (self.title, state, detail) if part))
+        self._parent._passing(" ".join(part for part in (self.title, state, detail) if part))
 
 
 def describe(done: float, total: float | None, unit: str, elapsed_s: float) -> str:

@@ -103,11 +103,12 @@ def _run(model: str, config: EngineConfig, server_config: ServerConfig, *, log_f
     from jaxpd.engine import Engine
     from jaxpd.startup import prepare_devices
     from serving import server
-    from serving.logs import set_up
+    from serving.logs import JSON, log_stream, set_up
 
     set_up(log_format)
     started_s = time.monotonic()
-    progress = console_progress()
+    # where every line has to be JSON, progress is lines of the log
+    progress = console_progress(log_stream("jaxpd.start") if log_format == JSON else None)
     engines: list[Engine] = []
 
     def make_engine(on_events: server.OnEvents) -> Engine:

@@ -32,12 +32,13 @@ def make_app(
     """All routes. `metrics_render` gets an `accept` header and gives a body and its content type."""
     options = options or HttpOptions()
     # The documentation pages load scripts from elsewhere; the description itself is served.
-    app = FastAPI(title="jaxpd", version=__version__, docs_url=None, redoc_url=None)
+    app = FastAPI(title="jaxpd", version=__version__, docs_url=None, redoc_url=None, responses=errors.DESCRIBED)
     errors.install(app)
-    app.include_router(system.make_router(gateway, ready or Ready(gateway, ready=True), metrics_render, options))
-    app.include_router(extras.make_router(gateway))
+    # What is asked for most comes first: routes are looked at one by one.
     app.include_router(completions.make_router(gateway))
     app.include_router(chat.make_router(gateway))
+    app.include_router(extras.make_router(gateway))
+    app.include_router(system.make_router(gateway, ready or Ready(gateway, ready=True), metrics_render, options))
     if options.page:
         app.include_router(page.make_router())
         app.include_router(live.make_router(gateway, keys))

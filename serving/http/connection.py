@@ -25,6 +25,7 @@ from serving.http.options import HttpOptions
 logger = logging.getLogger(__name__)
 
 SWEEP_S = 1.0
+LINGER_S = 2.0  # for a client that was refused to read why
 FRAMING = 6  # most bytes that may frame a byte of a body; one byte a chunk takes five
 
 
@@ -35,7 +36,7 @@ class Connection(HttpToolsProtocol):
     most_connections = options.max_connections
 
     _deadline: float | None = None  # time.monotonic()
-    _waits_for = ""  # of the client: "head", "body" or "idle"
+    _waits_for = ""  # of the client: "head", "body", "idle" (for the next request) or "end"
     _spare = 0  # bytes that may still come and are no body: the head, and what frames a body sent in chunks
     _stalled_at: float | None = None
 
@@ -49,7 +50,7 @@ class Connection(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         """Counts what is not body: the parser collects heads, and headers behind a body, without an end."""
-        if self.transport.is_closing():
+        if self._waits_for == "end" or self.transport.is_closing():
             return
         self._spare -= len(data)
         super().data_received(data)
@@ -106,6 +107,9 @@ class Connection(HttpToolsProtocol):
             logger.info("a client took nothing of its answer for %.0f s: closed", self.options.stalled_s)
             self.transport.abort()
         elif self._deadline is not None and now > self._deadline:
+            if self._waits_for == "end":
+                self.transport.abort()
+                return
             answered = self._waits_for == "idle" or (self.cycle is not None and self.cycle.response_started)
             if answered or (self._waits_for == "head" and self._spare == self.options.max_head_bytes):
                 self.transport.close()
@@ -119,7 +123,7 @@ class Connection(HttpToolsProtocol):
     def _refuse(self, status: int, message: str, *, retry: bool = False) -> None:
         """Says why and closes. Past the beginning of an answer there is nothing to be said."""
         self._deadline = None
-        if self.transport.is_closing():
+        if self._waits_for == "end" or self.transport.is_closing():
             return
         cycle = self.cycle  # the latest; the one that is being answered, where none wait behind it
         if not self.pipeline and (cycle is None or cycle.response_complete or not cycle.response_started):
@@ -127,7 +131,12 @@ class Connection(HttpToolsProtocol):
         if cycle is not None:
             cycle.disconnected = True  # whatever its route still says is not sent
             cycle.message_event.set()
-        self.transport.close()
+        # To close while the client still sends would make its system throw away what we have just said.
+        if self.transport.can_write_eof():
+            self.transport.write_eof()
+            self._expect("end", LINGER_S)
+        else:
+            self.transport.close()
 
 
 def _raw_answer(status: int, body: dict[str, Any], retry: bool) -> bytes:
@@ -143,10 +152,10 @@ def _raw_answer(status: int, body: dict[str, Any], retry: bool) -> bytes:
     return b"".join(head) + text
 
 
-async def close_late_ones(connections: Iterable[Any], every_s: float = SWEEP_S) -> None:
+async def close_late_ones(connections: Iterable[Any]) -> None:
     """Looks at all connections again and again, until it is cancelled."""
     while True:
-        await asyncio.sleep(every_s)
+        await asyncio.sleep(SWEEP_S)
         now = time.monotonic()
         for connection in list(connections):
             connection.close_if_late(now)

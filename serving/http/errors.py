@@ -28,6 +28,7 @@ STATUS = {
     "NOT_FOUND": 404,
     "RESOURCE_EXHAUSTED": 429,
     "UNAVAILABLE": 503,
+    "DEADLINE_EXCEEDED": 504,
     "INTERNAL": 500,
 }
 # type and code of a status, as OpenAI's clients and proxies know them
@@ -42,6 +43,7 @@ KINDS: dict[int, tuple[str, str | None]] = {
     431: ("invalid_request_error", "headers_too_large"),
     500: ("server_error", "internal_error"),
     503: ("server_error", "unavailable"),
+    504: ("timeout_error", "deadline_exceeded"),
 }
 # Names of fields inside, where HTTP has another one.
 PARAMS = {
@@ -53,6 +55,31 @@ PARAMS = {
     "request_id": "x-request-id",
     "structured": "structured_outputs",
 }
+# What the description of the API says of errors.
+_DESCRIBED = {
+    "description": "What is wrong, in words",
+    "content": {
+        "application/json": {
+            "schema": {
+                "type": "object",
+                "required": ["error"],
+                "properties": {
+                    "error": {
+                        "type": "object",
+                        "required": ["message", "type", "param", "code"],
+                        "properties": {
+                            "message": {"type": "string"},
+                            "type": {"type": "string"},
+                            "param": {"type": ["string", "null"]},
+                            "code": {"type": ["string", "null"]},
+                        },
+                    }
+                },
+            }
+        }
+    },
+}
+DESCRIBED: dict[int | str, dict[str, Any]] = {"4XX": _DESCRIBED, "5XX": _DESCRIBED}
 UNAVAILABLE_RETRY_S = 2.0  # for a server that starts or ends
 MAX_SHOWN = 2000  # characters of a message
 

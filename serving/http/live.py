@@ -3,7 +3,7 @@
     first watcher -> sampler: read every 200 ms, keep it when it differs -> every watcher sends the newest -> last one
                      leaves, or the server has answered everything and stops -> sampler ends
 
-One task reads for all watchers and none while nobody watches. A watcher keeps no queue: one that is slow skips readings.
+One task reads for all watchers and none while nobody watches. A watcher keeps no queue: a slow one skips readings.
 No text, no token and no request id leaves here; `opaque` names a request only to who knows its id already.
 """
 
@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import hashlib
 import json
 import logging
@@ -106,7 +105,7 @@ class Feed:
                 self._sampler = None
 
     async def events(self) -> AsyncIterator[bytes]:
-        """The newest reading now and after each change, a comment when nothing changes for long; ends with the server."""
+        """The newest reading now and after each change, a comment when nothing changes for long."""
         sent = None
         while True:
             changed = self._changed
@@ -227,8 +226,13 @@ def _pools(model: ServedModel, replicas: tuple[ReplicaStats, ...]) -> list[dict[
 
 
 def _sequence(seq: SequenceStats, index: dict[tuple[str, int], int]) -> dict[str, Any]:
-    shown = dataclasses.asdict(seq)
-    del shown["request_id"]
-    shown["id"] = opaque(seq.request_id)
-    shown["holds"] = [[index[hold.role, hold.pool], hold.replica, hold.pages, hold.filled] for hold in seq.holds]
-    return shown
+    # By hand: `dataclasses.asdict` copies deeply, and took three quarters of a reading.
+    return {
+        "id": opaque(seq.request_id),
+        "sample": seq.sample,
+        "state": seq.state,
+        "prompt_tokens": seq.prompt_tokens,
+        "computed": seq.computed,
+        "tokens": seq.tokens,
+        "holds": [[index[hold.role, hold.pool], hold.replica, hold.pages, hold.filled] for hold in seq.holds],
+    }

@@ -26,7 +26,8 @@ def make_router(
     """`/health`, `/metrics`, `/version`, `/server_info`, `/start_profile`, `/stop_profile`."""
     router = APIRouter(tags=["system"])
 
-    @router.api_route("/health", methods=["GET", "HEAD"], operation_id="health")
+    @router.head("/health", include_in_schema=False)
+    @router.get("/health")
     async def health() -> Response:
         """200 while requests are taken; 503 before and after."""
         ready.check()
@@ -44,10 +45,11 @@ def make_router(
 
     if metrics_render is not None:
 
+        @router.head("/metrics", include_in_schema=False)
         @router.get("/metrics")
         async def metrics(request: Request) -> Response:
             """For Prometheus."""
-            body, content_type = metrics_render(request.headers.get("accept", ""))
+            body, content_type = await asyncio.to_thread(metrics_render, request.headers.get("accept", ""))
             return Response(body, headers={"content-type": content_type})
 
     profiles = _Profiles(options.profile_dir)

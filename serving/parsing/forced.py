@@ -31,7 +31,8 @@ from serving.parsing.formats import (
 from serving.parsing.tools import NAME, Tools, check_schema, parameters_of
 
 MAX_CALLS = 16  # in one forced answer
-_SPACES = {"whitespace_pattern": rf"[ \n\r\t]{{1,{MAX_SPACES}}}"}
+_SPACES = rf"[ \n\r\t]{{1,{MAX_SPACES}}}"
+_ONE_LINE = " "  # templates write arguments in one line; small models would fill up what more they are given
 
 
 def forced_calls(
@@ -78,7 +79,7 @@ def forced_answer(
         spec = StructuredOutput(kind=JSON_SCHEMA, text=json.dumps(schema, ensure_ascii=False))
         _check_size(spec, field="response_format.json_schema.schema", what="the schema")
         return spec
-    rules.named["start"] = reasoning + _json(schema)
+    rules.named["start"] = reasoning + _json(schema, _SPACES)
     return _structured(rules, field="response_format.json_schema.schema", what="the schema")
 
 
@@ -153,22 +154,27 @@ def _reasoning(rules: _Rules, template: str | None, prompt_text: str) -> str:
 
 def _calls(form: ToolFormat, rules: _Rules, most: int) -> str:
     """Calls, at most so many, with what stands around all of them and between two."""
+    newline, comma = '"\\n" ', '", " '
     close = f" {rules.mark(form.close)}" if form.close else ""
-    more = f"{{0,{most - 1}}}"
+
+    def several(call: str, between: str) -> str:
+        return f"{call} ({between}{call}){{0,{most - 1}}}" if most > 1 else call
+
+    listed = f'"[" {several("call", comma)} "]"'
     match form.kind:
         case Kind.BARE:
             return "call"
         case Kind.BRACKETS if form.named:
             call = rules.add(f"{rules.mark(form.open)} call")
-            return f"{call} {call}{more}"
+            return several(call, "")
         case Kind.BRACKETS:
-            return f'{rules.mark(form.open)} " "? "[" call (", " call){more} "]"'
+            return f'{rules.mark(form.open)} " "? {listed}'
         case Kind.BLOCKS if form.listed:
-            return f'{rules.mark(form.open)} "[" call (", " call){more} "]"{close}'
+            return f"{rules.mark(form.open)} {listed}{close}"
         case Kind.XML if form.open == FUNCTION:
-            return f'call ("\\n" call){more}'
+            return several("call", newline)
     block = rules.add(f'{rules.mark(form.open)} "\\n" call "\\n"{close}')
-    return f'{block} ("\\n" {block}){more}'
+    return several(block, newline)
 
 
 def _call(form: ToolFormat, function: Mapping[str, Any], rules: _Rules) -> str:
@@ -206,10 +212,13 @@ def _xml_value(schema: Any, root: Mapping[str, Any], rules: _Rules) -> str:
     return rules.until(end)
 
 
-def _json(schema: Any) -> str:
+def _json(schema: Any, spaces: str = _ONE_LINE) -> str:
     if isinstance(schema, Mapping):
         asked = schema.get("x-guidance", {})
-        schema = {**schema, "x-guidance": {**_SPACES, **asked} if isinstance(asked, Mapping) else asked}
+        schema = {
+            **schema,
+            "x-guidance": {"whitespace_pattern": spaces, **asked} if isinstance(asked, Mapping) else asked,
+        }
     return f"%json {json.dumps(schema, ensure_ascii=False, default=dict)}"
 
 
@@ -227,7 +236,10 @@ def _check_size(spec: StructuredOutput, *, field: str, what: str) -> None:
     size, limit = len(spec.text.encode("utf-8", "replace")), MAX_BYTES[spec.kind]
     if size > limit:
         _fail(field, f" is too large: {what} take {size} bytes, the limit is {limit}; leave out descriptions")
-    spec.validate()
+    try:
+        spec.validate()
+    except InvalidArgument as error:
+        raise InvalidArgument(f"{field}: {error.message}", field=field) from error
 
 
 def _fail(field: str, what: str) -> NoReturn:

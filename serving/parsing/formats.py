@@ -77,7 +77,7 @@ ARGS, CALL_ID = "[ARGS]", "[CALL_ID]"
 PYTHON_TAG = "<|python_tag|>"
 _BLOCKS = (("<tool_call>", "</tool_call>"), ("<|tool_call|>", "<|/tool_call|>"))
 # What stands in a prompt behind a turn: reasoning that was opened before it is over.
-_TURN = re.compile(r"<\|[^|<>]{1,40}\|>|<(?:start|end)_of_turn>|\[/?INST\]|</s>")
+_TURN = re.compile(r"<[|\uff5c][^|\uff5c<>]{1,40}[|\uff5c]>|<(?:start|end)_of_turn>|\[/?INST\]|</s>")
 
 
 @functools.lru_cache(maxsize=32)
@@ -114,12 +114,13 @@ def begins_inside(prompt_text: str, marks: Marks | None) -> bool:
     return bool(opened) and marks.close not in behind and _TURN.search(behind) is None
 
 
-def marker_token_ids(tokenizer: Tokenizer, template: str | None) -> frozenset[int]:
+def marker_token_ids(tokenizer: Tokenizer, template: str | None, *, tools: bool = True) -> frozenset[int]:
     """Special tokens that are marks of this template: the parser needs to see them in the text.
 
-    They are for `jaxpd.text.TextStream(keep=...)`, which hides all other special tokens.
+    Those of tool calls are among them only with `tools`: nobody should see them where calls are not parsed. They are
+    for `jaxpd.text.TextStream(keep=...)`, which hides all other special tokens.
     """
-    reasoning, calls = reasoning_marks(template), tool_format(template)
+    reasoning, calls = reasoning_marks(template), tool_format(template) if tools else None
     marks = [*((reasoning.open, reasoning.close) if reasoning else ()), *(calls.marks if calls else ())]
     ids = (tokenizer.special_token_id(mark) for mark in marks)
     return frozenset(token_id for token_id in ids if token_id is not None and token_id not in tokenizer.eos_token_ids)
@@ -127,8 +128,11 @@ def marker_token_ids(tokenizer: Tokenizer, template: str | None) -> frozenset[in
 
 def held_back(text: str, marks: tuple[str, ...]) -> int:
     """How many characters at the end of `text` may be the beginning of a mark."""
-    longest = max(map(len, marks), default=0)
-    for size in range(min(longest - 1, len(text)), 0, -1):
-        if any(mark.startswith(text[-size:]) for mark in marks if len(mark) > size):
-            return size
-    return 0
+    most = 0
+    for mark in marks:
+        at = text.find(mark[0], max(0, len(text) - len(mark) + 1))
+        while at >= 0 and not mark.startswith(text[at:]):
+            at = text.find(mark[0], at + 1)
+        if at >= 0:
+            most = max(most, len(text) - at)
+    return most

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import Protocol
 
 
@@ -48,8 +48,10 @@ class Parser(Protocol):
         """The answer has ended: returns what was held back."""
 
 
-def joined(pieces: Iterable[Piece]) -> list[Piece]:
+def joined(pieces: Sequence[Piece]) -> list[Piece]:
     """Neighbours of one kind as one piece, empty ones left out."""
+    if len(pieces) == 1 and isinstance(pieces[0], Content | Reasoning):  # most tokens
+        return [*pieces] if pieces[0].text else []
     out: list[Piece] = []
     for piece in pieces:
         match (out[-1] if out else None, piece):

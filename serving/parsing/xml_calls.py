@@ -75,6 +75,8 @@ class XmlCall:
             return False
         self._name = name.strip()
         if not self._name or "<" in name or "\n" in name:
+            before, mark, self._text = self._text.partition(FUNCTION)
+            self._raw += before + mark  # or it would be found again
             return self._fail(out)
         out.append(ToolCall(self._index, self._id, self._name, "{"))
         self._text, self._raw, self._step = behind, "", self._body

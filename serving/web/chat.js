@@ -2,11 +2,40 @@
 //
 //   idle -- send --> waiting -- first token --> streaming -- [DONE] | Stop | error --> idle
 
-import { ServerError, ask, duration, events, make, opaque, wordsOf } from "./net.js";
+import { ServerError, ask, duration, events, getKey, make, newId, opaque, wordsOf } from "./net.js";
 import { strip } from "./timeline.js";
 
 const at = (id) => document.getElementById(id);
 const REASONS = { length: "reached max tokens", abort: "ended by the server", content_filter: "filtered" };
+
+/** What to tell a person about an error; most of it is the server's own message. */
+function inWords(error) {
+  if (error.status === 401) {
+    return getKey()
+      ? "The server does not know this API key. Enter another one above."
+      : "This server asks for an API key. Enter it above.";
+  }
+  if (!error.retryAfter || /try again/i.test(error.message)) return error.message;
+  return `${error.message}${/[.!?]$/.test(error.message) ? "" : "."} Try again in ${error.retryAfter} s.`;
+}
+
+/** What is known of an answer. Times of `tokens` and `stages` are seconds since it was sent. */
+function newRecord() {
+  return {
+    sentAt: performance.now(),
+    endedAt: null,
+    ids: new Set(),
+    names: new Set(),
+    tokens: [],
+    count: 0,
+    stages: [],
+    usage: null,
+    timings: null,
+    timeline: null,
+    done: false,
+    outcome: null,
+  };
+}
 
 /** `show(record)` at every change of an answer, `mine(name)` with what /live calls it, `needKey()` on a 401. */
 export function makeChat({ show, mine, needKey }) {
@@ -16,6 +45,8 @@ export function makeChat({ show, mine, needKey }) {
   let model = null; // the entry of /v1/models
   let turns = []; // what the model is told again each time
   let running = null; // the AbortController of the answer under way
+  let current = null; // its record
+  let shown = null; // the record that the timeline shows
 
   async function getModel(signal) {
     if (model === null) {
@@ -42,21 +73,27 @@ export function makeChat({ show, mine, needKey }) {
     const question = addTurn("user", "You");
     question.body.textContent = text;
     const answer = addTurn("assistant", "Model");
-    const record = { sentAt: performance.now(), tokens: [], count: 0, done: false, outcome: null, timings: null, timeline: null };
+    const record = newRecord();
     const control = new AbortController();
-    begin(control, answer);
+    begin(control, answer, record);
     select(answer, record);
     const told = turns; // a new conversation begins another list
-    const growing = setInterval(() => show(record), 100);
+    const growing = setInterval(() => refresh(record), 100);
     try {
       const known = await getModel(control.signal);
       const chatting = known.has_chat_template !== false;
       const body = { ...request(known, chatting, text), ...options() };
+      const id = newId();
+      claim(id, record);
       record.sentAt = performance.now();
-      const response = await ask(chatting ? "v1/chat/completions" : "v1/completions", { body, signal: control.signal });
+      const response = await ask(chatting ? "v1/chat/completions" : "v1/completions", {
+        body,
+        signal: control.signal,
+        headers: { "x-request-id": id },
+      });
       record.outcome = await read(response, answer, record);
       if (chatting) told.push({ role: "user", content: text }, { role: "assistant", content: answer.text.data });
-      note(answer, REASONS[record.outcome]);
+      note(answer, answer.text.data || answer.thought ? REASONS[record.outcome] : "no text");
       say(`The answer is complete: ${record.count} tokens.`);
     } catch (error) {
       if (error.name === "AbortError") {
@@ -100,14 +137,7 @@ export function makeChat({ show, mine, needKey }) {
 
   /** Reads the stream to its end. Returns the finish reason. */
   async function read(response, answer, record) {
-    const header = response.headers.get("x-request-id");
-    const names = new Set();
-    const claim = (id) => {
-      if (!id || names.has(id)) return;
-      names.add(id);
-      opaque(id).then((name) => name && mine(name));
-    };
-    claim(header);
+    claim(response.headers.get("x-request-id"), record);
     let reason = null;
     let complete = false;
     for await (const data of events(response)) {
@@ -117,12 +147,12 @@ export function makeChat({ show, mine, needKey }) {
       }
       const chunk = JSON.parse(data);
       if (chunk.error) throw new ServerError(wordsOf(chunk.error) ?? "The answer failed.", { status: 500 });
-      claim(chunk.id?.slice(chunk.id.indexOf("-") + 1));
-      record.timings = chunk.timings ?? record.timings;
-      record.timeline = chunk.timeline ?? record.timeline;
+      claim(chunk.id?.slice(chunk.id.indexOf("-") + 1), record);
       record.usage = chunk.usage ?? record.usage;
       const choice = chunk.choices?.[0];
       if (!choice) continue;
+      record.timings = choice.timings ?? record.timings;
+      record.timeline = choice.timeline ?? record.timeline;
       const thought = choice.delta?.reasoning_content;
       const text = choice.delta?.content ?? choice.text;
       if (thought) addThought(answer, thought);
@@ -132,6 +162,17 @@ export function makeChat({ show, mine, needKey }) {
     }
     if (!complete && reason === null) throw new ServerError("The connection to the server was lost.");
     return reason ?? "stop";
+  }
+
+  /** Whatever the server calls a request of this page: its dot and its pages are marked in the picture. */
+  function claim(id, record) {
+    if (!id || record.ids.has(id)) return;
+    record.ids.add(id);
+    opaque(id).then((name) => {
+      if (name === null) return;
+      record.names.add(name);
+      mine(name);
+    });
   }
 
   /** Notes when tokens came. Where the server counts along, a message may hold several or none. */
@@ -153,8 +194,9 @@ export function makeChat({ show, mine, needKey }) {
     return { article, body, text: null, thought: null };
   }
 
-  function begin(control, answer) {
+  function begin(control, answer, record) {
     running = control;
+    current = record;
     answer.text = document.createTextNode("");
     answer.body.append(answer.text);
     answer.article.setAttribute("aria-busy", "true"); // read aloud when it is whole, not word by word
@@ -173,7 +215,7 @@ export function makeChat({ show, mine, needKey }) {
     at("stop").hidden = true;
     if (stopHadFocus) prompt.focus();
     if (record.outcome !== "failed" || record.count) addSummary(answer, record);
-    show(record);
+    refresh(record);
   }
 
   function addText(answer, text) {
@@ -199,9 +241,8 @@ export function makeChat({ show, mine, needKey }) {
   }
 
   function fail(answer, error, text) {
-    const box = make("p", "error", error.message);
+    const box = make("p", "error", inWords(error));
     box.setAttribute("role", "alert");
-    if (error.retryAfter) box.append(` Try again in ${error.retryAfter} s.`);
     answer.article.append(box);
     answer.article.classList.add("failed");
     if (!answer.text.data) answer.body.remove();
@@ -216,7 +257,7 @@ export function makeChat({ show, mine, needKey }) {
     button.type = "button";
     const first = record.timings?.ttft_s ?? record.tokens[0] ?? null;
     const rate = record.count > 1 ? (record.count - 1) / (record.tokens.at(-1) - record.tokens[0]) : null;
-    const words = [`first token ${duration(first)}`, `${record.count} tokens`];
+    const words = [`first token ${duration(first)}`, `${record.count} ${record.count === 1 ? "token" : "tokens"}`];
     if (rate !== null && Number.isFinite(rate)) words.push(`${rate.toFixed(rate < 10 ? 1 : 0)} tokens/s`);
     button.append(strip(record), make("span", "", words.join(" · ")));
     button.dataset.tip = "Show the timeline of this answer";
@@ -234,7 +275,13 @@ export function makeChat({ show, mine, needKey }) {
     }
     answer.article.classList.add("selected");
     answer.summary?.setAttribute("aria-pressed", "true");
+    shown = record;
     show(record);
+  }
+
+  /** Shows what is new of an answer, unless somebody looks at another one. */
+  function refresh(record) {
+    if (record === shown) show(record);
   }
 
   function say(words) {
@@ -286,6 +333,13 @@ export function makeChat({ show, mine, needKey }) {
         this.asked = true;
         getModel().catch(() => {}); // the first question asks again, and says what is wrong
       }
+    },
+    /** What a reading says of the answer under way, until the server's own record is there. */
+    watch(reading) {
+      if (!running) return;
+      const own = reading.sequences.find((seq) => current.names.has(seq.id));
+      if (!own || current.stages.at(-1)?.state === own.state) return;
+      current.stages.push({ state: own.state, at: (performance.now() - current.sentAt) / 1000 });
     },
     forgetModel() {
       model = null;

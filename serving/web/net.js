@@ -23,8 +23,8 @@ export class ServerError extends Error {
 }
 
 /** A response that is fine, or a ServerError. An abort goes through as it is. */
-export async function ask(path, { body, signal } = {}) {
-  const headers = {};
+export async function ask(path, { body, signal, headers: more = {} } = {}) {
+  const headers = { ...more };
   if (getKey()) headers.authorization = `Bearer ${getKey()}`;
   if (body !== undefined) headers["content-type"] = "application/json";
   let response;
@@ -60,8 +60,8 @@ export function wordsOf(error) {
   return typeof error?.message === "string" ? error.message : null;
 }
 
-/** The data of each server-sent event of a response. Comments are passed over. */
-export async function* events(response) {
+/** The data of each server-sent event of a response. Comments are passed over; `alive` is called for them too. */
+export async function* events(response, alive = () => {}) {
   const reader = response.body.getReader();
   const decoder = new TextDecoder();
   let rest = "";
@@ -76,6 +76,7 @@ export async function* events(response) {
         throw new ServerError("The connection to the server was lost.");
       }
       if (chunk.done) return;
+      alive();
       rest += decoder.decode(chunk.value, { stream: true });
       const lines = rest.split("\n");
       rest = lines.pop();
@@ -92,6 +93,11 @@ export async function* events(response) {
   } finally {
     reader.cancel().catch(() => {}); // it has ended already, or was aborted
   }
+}
+
+/** A request id of 64 random bits, so that the page knows its own request from the start. */
+export function newId() {
+  return Array.from(crypto.getRandomValues(new Uint8Array(8)), (byte) => byte.toString(16).padStart(2, "0")).join("");
 }
 
 /** The name that /live gives to a request; null where the browser has no cryptography (plain HTTP from afar). */

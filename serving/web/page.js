@@ -7,6 +7,7 @@ import { makeTimeline } from "./timeline.js";
 
 const at = (id) => document.getElementById(id);
 const HIDDEN_S = 30; // a page that nobody sees stops watching after so long
+const SILENT_S = 40; // the server says something every 15 s; after so long without a word it is gone
 const RETRY_S = [1, 2, 4, 5];
 
 const picture = makePicture(at("picture"), at("picture-note"), at("totals"));
@@ -15,6 +16,8 @@ const timeline = makeTimeline({
   note: at("timeline-note"),
   times: at("times"),
   legend: at("timeline-legend"),
+  zoom: at("zoom"),
+  empty: at("stages"),
   all: at("zoom-all"),
   start: at("zoom-start"),
 });
@@ -35,9 +38,19 @@ async function watch() {
   watching?.abort();
   const mine = new AbortController();
   watching = mine;
+  let silence = null;
+  const alive = () => {
+    clearTimeout(silence);
+    silence = setTimeout(() => {
+      if (watching !== mine) return;
+      lost("The server has gone silent.");
+      mine.abort();
+    }, SILENT_S * 1000);
+  };
   try {
+    alive();
     const response = await ask("live", { signal: mine.signal });
-    for await (const data of events(response)) {
+    for await (const data of events(response, alive)) {
       tries = 0;
       const reading = JSON.parse(data);
       shown(reading);
@@ -52,6 +65,8 @@ async function watch() {
       return;
     }
     lost(error.message, error.retryAfter);
+  } finally {
+    clearTimeout(silence);
   }
 }
 
@@ -67,8 +82,12 @@ function shown(reading) {
   at("model").textContent = model ? [model.name, model.mode].filter(Boolean).join(" · ") : "";
   document.title = model ? `${model.name} · jaxpd` : "jaxpd";
   if (model) chat.ready(model.name);
+  chat.watch(reading);
   picture.draw(reading);
-  timeline.mode(reading.pools.some((pool) => pool.role === "mixed"));
+  const shared = reading.pools.some((pool) => pool.role === "mixed");
+  timeline.mode(shared);
+  document.body.classList.toggle("shared", shared);
+  if (shared) at("what").textContent = "This server prefills and decodes on one mesh. Watch its pages fill.";
 }
 
 function state(name, words) {

@@ -5,7 +5,7 @@
 
 import { make } from "./net.js";
 
-const MAX_CELLS = 160; // squares in one card; each stands for several pages where there are more
+const MAX_CELLS = 192; // squares in one card; each stands for several pages where there are more
 const MAX_CHIPS = 8;
 const MAX_QUEUED = 18; // dots in the queue; the others are counted
 const STAGE = { queued: "queue", prefilling: "prefill", offered: "transfer", decoding: "decode" };
@@ -168,8 +168,9 @@ function heading(name, title, parts) {
 function card(pool, index, parts, reading) {
   const element = make("section", `mesh ${pool.role}`);
   const several = reading.pools.filter((other) => other.role === pool.role).length > 1;
-  const title = TITLES[pool.role] + (several ? ` ${pool.pool + 1}` : "");
+  const title = TITLES[pool.role] + (several ? ` ${pool.pool}` : "");
   let head;
+  let count = null;
   if (pool.role === "mixed") {
     head = make("h3", "", "Prefill ");
     const [prefill, decode] = [make("b", "count prefill", "0"), make("b", "count decode", "0")];
@@ -178,7 +179,7 @@ function card(pool, index, parts, reading) {
     (parts.counts.decode ??= []).push(decode);
   } else if (several) {
     head = make("h3", "", title);
-    const count = make("b", "count", "");
+    count = make("b", "count", "0"); // how many are in each pool, the readings say by its slots
     head.append(" ", count);
   } else {
     head = heading(pool.role, title, parts);
@@ -197,7 +198,8 @@ function card(pool, index, parts, reading) {
     }
     return made;
   });
-  parts.pools[index] = { pool, replicas };
+  if (replicas[0]?.each > 1) element.append(make("p", "hint", `a square is ${replicas[0].each} pages`));
+  parts.pools[index] = { pool, replicas, count };
   return element;
 }
 
@@ -208,6 +210,7 @@ function replicaRow(pool, replica, r, most) {
   const chips = make("div", "chips");
   chips.setAttribute("aria-hidden", "true");
   for (let i = 0; i < Math.min(pool.tp, MAX_CHIPS); i++) chips.append(make("i", "chip"));
+  if (pool.tp > 4) chips.classList.add("small");
   if (pool.tp > MAX_CHIPS) chips.append(make("span", "hint", `… ${pool.tp}`));
   const lane = make("div", "lane");
   const line = make("div", "line");
@@ -215,6 +218,8 @@ function replicaRow(pool, replica, r, most) {
   const each = Math.max(Math.ceil(replica.total / most), 1);
   const cells = Array.from({ length: Math.ceil(replica.total / each) }, () => make("i", "cell free"));
   const grid = make("div", "pages");
+  const all = cells.length * pool.dp;
+  grid.style.setProperty("--cell", `${all > 128 ? 8 : all > 48 ? 10 : 13}px`);
   grid.setAttribute("aria-hidden", "true");
   grid.append(...cells);
   const caption = make("p", "hint caption");
@@ -235,6 +240,8 @@ function drawPages(parts, reading, own) {
     }
   }
   reading.pools.forEach((pool, p) => {
+    const { count } = parts.pools[p];
+    if (count) setText(count, String(pool.replicas.reduce((sum, replica) => sum + replica.slots_used, 0)));
     pool.replicas.forEach((replica, r) => {
       const made = parts.pools[p].replicas[r];
       const there = held.get(made) ?? new Map();
@@ -244,10 +251,10 @@ function drawPages(parts, reading, own) {
       drawReplica(made, pool, replica, there);
       const busy = there.size > 0;
       made.chips.classList.toggle("busy", busy);
-      const each = made.each > 1 ? `, a square is ${made.each} pages` : "";
-      setText(made.caption, `${used} of ${replica.total} pages · ${replica.slots_used} of ${replica.slots} slots${each}`);
+      const which = pool.dp > 1 ? `replica ${r} · ` : "";
+      setText(made.caption, `${which}${used}/${replica.total} pages · ${replica.slots_used}/${replica.slots} slots`);
       const words =
-        `Replica ${r + 1} of ${pool.dp}, ${pool.tp} device${pool.tp > 1 ? "s" : ""}: ${used} of ${replica.total} pages in use, ` +
+        `Replica ${r}, ${pool.tp} device${pool.tp > 1 ? "s" : ""}: ${used} of ${replica.total} pages in use, ` +
         `${replica.cached} kept for later prompts; ${replica.slots_used} of ${replica.slots} slots`;
       if (made.element.dataset.tip !== words) {
         made.element.dataset.tip = words;

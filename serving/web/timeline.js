@@ -6,14 +6,14 @@
 import { duration, make } from "./net.js";
 
 const SVG = "http://www.w3.org/2000/svg";
-const ROW = 34;
-const BAR = 18;
+const ROW = 30;
+const BAR = 17;
 const TOP = 26; // room for the names of the two lines
 const AXIS = 26;
 const ROWS = { queue: "Queue", prefill: "Prefill", transfer: "Transfer", decode: "Decode" };
 
 /** `show(record)` draws an answer; `mode(shared)` says whether one mesh does both, so that nothing is transferred. */
-export function makeTimeline({ chart, note, times, legend, all, start }) {
+export function makeTimeline({ chart, note, times, legend, zoom, empty, all, start }) {
   let record = null;
   let shared = false;
   let zoomed = false;
@@ -21,22 +21,29 @@ export function makeTimeline({ chart, note, times, legend, all, start }) {
   function draw() {
     if (!record) return;
     if (!record.done && chart.contains(document.activeElement)) return; // leave what somebody reads by keyboard alone
+    const unanswered = record.outcome === "failed" && !record.count;
+    for (const element of [chart, times, legend, zoom]) element.hidden = unanswered;
+    empty.hidden = !unanswered;
+    if (unanswered) {
+      note.textContent = "This request was not answered; the chat says why.";
+      note.hidden = false;
+      return;
+    }
     const picture = spans(record, shared);
-    for (const element of [chart, times, legend]) element.hidden = false;
     note.textContent = picture.source;
     note.hidden = !picture.source;
     chart.replaceChildren(svg(picture, Math.max(chart.clientWidth, 260), zoomed, shared));
     times.replaceChildren(...numbers(picture, record));
   }
 
-  function zoom(to) {
+  function look(to) {
     zoomed = to;
     all.setAttribute("aria-pressed", String(!to));
     start.setAttribute("aria-pressed", String(to));
     draw();
   }
-  all.addEventListener("click", () => zoom(false));
-  start.addEventListener("click", () => zoom(true));
+  all.addEventListener("click", () => look(false));
+  start.addEventListener("click", () => look(true));
   let width = 0;
   new ResizeObserver(() => {
     if (chart.clientWidth === width) return;
@@ -63,7 +70,7 @@ export function strip(record) {
   const element = svgNode("svg", { class: "strip", viewBox: "0 0 100 6", preserveAspectRatio: "none", "aria-hidden": "true" });
   const end = picture.end || 1;
   for (const bar of picture.bars) {
-    if (bar.stage === "transfer") continue;
+    if (bar.row === "transfer") continue;
     const x = (100 * bar.from) / end;
     element.append(svgNode("rect", { class: `bar ${bar.stage}`, x, y: 0, width: Math.max((100 * (bar.to - bar.from)) / end, 0.6), height: 6 }));
   }
@@ -79,25 +86,43 @@ export function strip(record) {
 export function spans(record, shared) {
   const timings = record.timings;
   const first = record.tokens[0] ?? null;
-  // The page's clock and the server's meet at the first token, so that the way to the server is left out.
-  const shift = timings?.ttft_s != null && first !== null ? first - timings.ttft_s : 0;
+  const shift = clockShift(record);
   const tokens = record.tokens.map((t) => t - shift);
   const now = ((record.done ? record.endedAt : performance.now()) - record.sentAt) / 1000;
   const seen = { bars: [], chunks: [], exposed: [], marks: [], tokens, ttft: tokens[0] ?? null, ttst: tokens[1] ?? null, source: "" };
   if (record.timeline?.length) return { ...seen, ...fromMoments(record.timeline, timings, tokens) };
   if (timings) return { ...seen, ...fromTimings(timings, tokens, shared) };
   const end = record.done ? (tokens.at(-1) ?? now) : now;
-  if (first === null) {
-    seen.bars.push({ stage: "waiting", row: "queue", from: 0, to: end, label: "waiting for the first token" });
-  } else {
-    seen.bars.push({ stage: "waiting", row: "queue", from: 0, to: first, label: "queue, prefill and the way to the server" });
-    seen.bars.push({ stage: "decode", row: "decode", from: first, to: end, label: "tokens as they came" });
-  }
+  seen.bars = asSeen(record.stages, first, end);
   seen.end = end;
   seen.source = record.done
     ? "As the page saw it: the server's own record comes with the end of a whole answer."
     : "As the page sees it; the server's own record comes with the end of the answer.";
   return seen;
+}
+
+/** How much later than the server the page began to count. No token arrives before it was made, neither the first nor
+ * the last, so the smaller of the two differences is as near as the page can know. */
+function clockShift({ tokens, timings, timeline }) {
+  if (timings?.ttft_s == null || !tokens.length) return 0;
+  const made = timeline?.at(-1)?.at_s ?? null;
+  const shift = tokens[0] - timings.ttft_s;
+  return made === null ? shift : Math.min(shift, tokens.at(-1) - made);
+}
+
+/** Bars of what the live readings said, as exact as those are. */
+function asSeen(stages, first, end) {
+  const names = { queued: "queue", prefilling: "prefill", offered: "transfer", decoding: "decode" };
+  const steps = stages.map(({ state, at }) => ({ stage: names[state], at }));
+  if (steps[0]?.stage !== "queue") steps.unshift({ stage: "queue", at: 0 });
+  steps[0].at = 0;
+  if (first !== null && !steps.some((step) => step.stage === "transfer" || step.stage === "decode")) {
+    steps.push({ stage: "decode", at: first });
+  }
+  return steps.map(({ stage, at }, i) => {
+    const to = Math.max(i + 1 < steps.length ? steps[i + 1].at : end, at);
+    return { stage: `${stage} rough`, row: stage, from: at, to, label: `${ROWS[stage]}, about` };
+  });
 }
 
 function fromMoments(moments, timings, tokens) {
@@ -242,45 +267,49 @@ function svg(picture, width, zoomed, shared) {
     const path = ticks.map((t) => `M${x(t).toFixed(1)} ${top - 1}v${BAR + 2}`).join("");
     add("path", { class: `tokens${ticks.length > (width - left) / 4 ? " dense" : ""}`, d: path });
   }
-  lines(picture, shown, x, height, add);
+  lines(picture, shown, x, width, height, add);
   return root;
 }
 
 /** The lines of first and second token; close together, their names stand on either side. */
-function lines(picture, shown, x, height, add) {
+function lines(picture, shown, x, width, height, add) {
   const { ttft, ttst } = picture;
   const line = (t, name, anchor) => {
     add("line", { class: "moment", x1: x(t), x2: x(t), y1: 16, y2: height - AXIS });
-    add("text", { class: "moment-name", x: x(t), y: 11, "text-anchor": anchor }, name);
+    const side = x(t) + 18 > width ? "end" : anchor;
+    add("text", { class: "moment-name", x: x(t), y: 11, "text-anchor": side }, name);
   };
   const fits = (t) => t !== null && t !== undefined && t <= shown;
-  if (fits(ttft)) line(ttft, "TTFT", fits(ttst) && x(ttst) - x(ttft) < 44 && x(ttft) > 110 ? "end" : x(ttft) < 90 ? "start" : "middle");
-  if (fits(ttst) && (x(ttst) - x(ttft) >= 44 || x(ttft) > 110)) {
-    line(ttst, "TTST", x(ttst) - x(ttft) < 44 ? "start" : "middle");
-  }
+  const close = fits(ttst) && x(ttst) - x(ttft) < 44;
+  if (fits(ttft)) line(ttft, "TTFT", close ? "end" : "middle");
+  if (fits(ttst)) line(ttst, "TTST", close ? "start" : "middle");
 }
 
 function numbers(picture, record) {
   const timings = record.timings ?? {};
   const count = record.usage?.completion_tokens ?? record.count;
   const { tokens } = picture;
-  const pace = tokens.length > 1 ? (tokens.at(-1) - tokens[0]) / (tokens.length - 1) : null;
-  const hidden = timings.transfer_exposed_s != null ? `, exposed ${duration(timings.transfer_exposed_s)}` : "";
+  // By the server's clock where it is known: several tokens may arrive in one message.
+  const span = timings.decode_s != null ? (timings.transfer_exposed_s ?? 0) + timings.decode_s : tokens.at(-1) - tokens[0];
+  const pace = count > 1 && Number.isFinite(span) ? span / (count - 1) : null;
+  const exposed = timings.transfer_exposed_s != null ? `${duration(timings.transfer_exposed_s)} exposed` : "";
   const entries = [
     ["Queue", "Arrival to reservation", duration(timings.queue_s), "queue"],
     ["Prefill", "Reservation to first token", duration(timings.prefill_s), "prefill"],
-    ["Transfer", "First pages offered to all accepted; exposed is what the answer waits for", duration(timings.transfer_s) + hidden, "transfer"],
+    ["Transfer", "First pages offered to all accepted; exposed is what the answer waits for", duration(timings.transfer_s), "transfer", exposed],
     ["Decode", "Ready to decode to last token", duration(timings.decode_s), "decode"],
     ["TTFT", "Time to first token, from arrival", duration(picture.ttft), ""],
     ["TTST", "Time to second token: with the hand-off and the first decode step", duration(picture.ttst), ""],
     ["TPOT", "Time per output token after the first", duration(pace), ""],
-    ["Tokens", "Of the prompt and of the answer", `${record.usage?.prompt_tokens ?? "–"} in, ${count} out`, ""],
+    ["Tokens", "Of the prompt and of the answer", record.usage ? `${record.usage.prompt_tokens} in, ${count} out` : `${count} out`, ""],
   ];
-  return entries.map(([name, meaning, value, stage]) => {
+  return entries.map(([name, meaning, value, stage, more]) => {
     const box = make("div", stage);
     const term = make("dt", "", name);
     term.title = meaning;
-    box.append(term, make("dd", "", value));
+    const number = make("dd", "", value);
+    if (more) number.append(" ", make("small", "", more));
+    box.append(term, number);
     return box;
   });
 }

@@ -48,13 +48,16 @@ def test_a_conversation_with_tools() -> None:
             "content": [{"type": "text", "text": "4"}, {"type": "text", "text": "2"}],
         },
     ]
-    assert render(HERMES, messages, [TOOL]) == (
-        '<|im_start|>system\nBe brief.\nget{"type": "object", "properties": {"é": {}}}\n'
+    assert render(HERMES, messages, [TOOL, {"function": {"name": "put"}}]) == (
+        '<|im_start|>system\nBe brief.\nget{"é": {}}\nput{}\n'
         "<tool_call></tool_call><|im_end|>\n"
         "<|im_start|>user\nhi<|im_end|>\n"
-        '<|im_start|>assistant\n\n<tool_call>\n{"name": "get", "arguments": {"é": [1, null]}}\n</tool_call><|im_end|>\n'
+        '<|im_start|>assistant\n<tool_call>\n{"name": "get", "arguments": {"é": [1, null]}}\n</tool_call><|im_end|>\n'
         "<|im_start|>user\n<tool_response>\n42\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
     )
+    twice = [{"role": "assistant", "content": "a", "tool_calls": [{"function": {"name": "f"}}] * 2}]
+    block = '\n<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
+    assert render(HERMES, twice, add_generation_prompt=False) == f"<|im_start|>assistant\na{block * 2}<|im_end|>\n"
     assert render(HERMES) == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
 
 
@@ -121,7 +124,7 @@ def test_where_the_prompt_ends() -> None:
 )
 def test_options_that_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidArgument, match=message) as caught:
-        render("x{{ messages[0].content }}", **options)
+        ChatTemplate("x{{ messages[0].content }}").render([USER], {"bos_token": "<s>"}, options=options)
     assert caught.value.field == "template_options"
 
 

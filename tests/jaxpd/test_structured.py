@@ -44,7 +44,7 @@ BAD = [
     (dict(kind="grammar", text="\ud800"), "text", ["surrogate"]),
     (dict(kind="choice", choices=("\udfff",)), "choices", ["surrogate"]),
     (dict(kind="json_schema", text="{'a': 1}"), "text", ["does not parse", "line 1 column 2"]),
-    (dict(kind="json_schema", text="[" * 60_000), "text", ["nested too deeply"]),
+    (dict(kind="json_schema", text="[" * 60_000), "text", ["nested deeper than 100 levels"]),
     (dict(kind="json_schema", text="true"), "text", ["must be a JSON object"]),
 ]
 

@@ -27,8 +27,8 @@ from jaxpd.engine import Engine
 from jaxpd.errors import InvalidArgument, JaxpdError, ResourceExhausted, Unavailable
 from jaxpd.progress import SilentProgress
 from jaxpd.request import FinishReason
-from serving.config import ServerConfig
 from serving.client import AsyncClient, Client
+from serving.config import ServerConfig
 from serving.messages import Answer, Finished, GenerateRequest, Tokens, Understood
 from serving.proto.jaxpd.v1 import control_pb2
 from serving.server import serve
@@ -76,7 +76,7 @@ def server(shutdown_timeout: float = 10.0) -> Iterator[Served]:
         stop = asyncio.Event()
         loops.append((asyncio.get_running_loop(), stop))
         config = ServerConfig(port=None, grpc_port=0, shutdown_timeout_s=shutdown_timeout)
-        await serve(make_engine, config, on_ready=lambda ports: ready.set_result(ports.grpc), stop=stop)
+        await serve(make_engine, config, on_ready=lambda ports: ready.set_result(ports.grpc or 0), stop=stop)
 
     def main() -> None:
         try:

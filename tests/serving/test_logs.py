@@ -16,7 +16,7 @@ from jaxpd.cli.progress import console_progress
 from jaxpd.errors import Internal, InvalidArgument, JaxpdError, Unavailable
 from serving.callers import Caller
 from serving.gateway import Gateway
-from serving.logs import LogStream, RequestLog, set_up, without_keys
+from serving.logs import RequestLog, log_stream, set_up, without_keys
 from serving.messages import GenerateRequest
 from serving.observer import Origin
 
@@ -31,7 +31,8 @@ def root() -> Iterator[None]:
     handlers, level = list(logger.handlers), logger.level
     levels = {name: logging.getLogger(name).level for name in ("jaxpd", "meshes", "pallas_kernels", "serving")}
     yield
-    logger.handlers[:], _ = handlers, logger.setLevel(level)
+    logger.handlers[:] = handlers
+    logger.setLevel(level)
     for name, before in levels.items():
         logging.getLogger(name).setLevel(before)
 
@@ -161,7 +162,7 @@ def test_a_refusal_for_load_says_why(stream: io.StringIO) -> None:
 
 def test_progress_can_go_through_the_log(stream: io.StringIO) -> None:
     set_up("json", stream)
-    progress = console_progress(LogStream("jaxpd.start"))
+    progress = console_progress(log_stream("jaxpd.start"))
     progress.note("two\nlines")
     with progress.stage("compiling", total=2.0, unit="programs") as stage:
         stage.advance(1.0, "forward")

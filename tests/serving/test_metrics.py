@@ -16,10 +16,11 @@ from prometheus_client.parser import text_string_to_metric_families as parse_tex
 
 from jaxpd import compiles
 from jaxpd.cache.prefix import PrefixStats
-from jaxpd.errors import Internal, InvalidArgument, JaxpdError, ResourceExhausted
+from jaxpd.errors import Internal, InvalidArgument, JaxpdError, ResourceExhausted, Unauthenticated
 from jaxpd.life import Life, Stage
 from jaxpd.request import FinishEvent, FinishReason, Request, SamplingParams, TokensEvent, Usage
 from jaxpd.stats import EngineStats, PoolStats, ReplicaStats
+from serving.callers import Caller, Keys
 from serving.gateway import Gateway, State
 from serving.histogram import Histogram
 from serving.messages import GenerateRequest
@@ -108,21 +109,6 @@ def test_tokens_and_their_times_count_as_they_come(metrics: Metrics, clock: Cloc
     assert seen[key("vllm:e2e_request_latency_seconds_count")] == 0, "it has not ended"
 
 
-def test_tokens_that_come_before_the_submit_is_known(metrics: Metrics, clock: Clock, scraped: Scraped) -> None:
-    clock.now = 100.25
-    metrics.progressed([token(0)])
-    clock.now = 100.5
-    metrics.progressed([token(1)])
-    assert scraped(metrics)[key("vllm:time_to_first_token_seconds_count")] == 0
-    metrics.submitted(request(), HERE)
-    seen = scraped(metrics)
-    assert seen[key("vllm:time_to_first_token_seconds_sum")] == pytest.approx(0.25)
-    assert seen[key("jaxpd:time_to_second_token_seconds_sum")] == pytest.approx(0.5)
-    assert seen[key("vllm:prompt_tokens_total")] == 3
-    metrics.finished(request(), HERE, end())
-    assert scraped(metrics)[key("vllm:prompt_tokens_total")] == 3, "once"
-
-
 def test_samples_share_a_first_token_and_have_their_own_gaps(metrics: Metrics, clock: Clock, scraped: Scraped) -> None:
     metrics.submitted(request(n=2), HERE)
     for now, events in ((101.0, [token(0)]), (102.0, [token(1), token(0, sample=1)]), (104.0, [token(1, sample=1)])):
@@ -153,6 +139,7 @@ def test_the_end_tells_where_the_time_went(metrics: Metrics, scraped: Scraped) -
     ):
         life.mark(stage, at_s=at)
     life.token_times += [104.0, 110.0, 114.0]
+    metrics.submitted(request(), HERE)
     metrics.finished(request(), HERE, end(life))
     seen = scraped(metrics)
     for name, seconds in (
@@ -166,8 +153,8 @@ def test_the_end_tells_where_the_time_went(metrics: Metrics, scraped: Scraped) -
     ):
         assert seen[key(name)] == pytest.approx(seconds), name
     stages = {"queue": 1, "prefill": 3, "transfer": 4, "decode_wait": 3, "decode": 7, "detokenize": 0}
-    for stage, seconds in stages.items():
-        assert seen[key("jaxpd:request_stage_seconds_sum", stage=stage)] == pytest.approx(seconds), stage
+    for name, seconds in stages.items():
+        assert seen[key("jaxpd:request_stage_seconds_sum", stage=name)] == pytest.approx(seconds), name
 
 
 def test_buckets_hold_what_is_at_most_their_bound() -> None:
@@ -191,6 +178,16 @@ def test_refusals_are_counted_by_code(metrics: Metrics, scraped: Scraped) -> Non
     assert seen[key("jaxpd:requests_total", front="http", operation="chat")] == 1
     kinds = JaxpdError.__subclasses__()
     assert {kind.code.lower() for kind in kinds} == set(CODES), "every kind of error starts at zero"
+
+
+def test_who_comes_without_a_key_is_counted(scraped: Scraped) -> None:
+    keys = Keys({"right": Caller(name="alice")})
+    metrics = Metrics(keys)
+    for token, fine in (("right", True), ("wrong", False), (None, False)):
+        with contextlib.nullcontext() if fine else pytest.raises(Unauthenticated):
+            keys.find(token)
+    assert scraped(metrics)[key("jaxpd:admission_rejections_total", reason="unauthenticated")] == 2
+    metrics.close()
 
 
 def test_a_program_compiled_while_serving_is_told_from_one_before(scripted: Any, scraped: Scraped) -> None:

@@ -12,25 +12,32 @@ import dataclasses
 import json
 import pathlib
 import re
+import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from jaxpd.checkpoints import resolve
 from jaxpd.config import EngineConfig
 from jaxpd.engine import Engine
 from jaxpd.errors import Internal, InvalidArgument, JaxpdError, ResourceExhausted, Unavailable
 from jaxpd.progress import SilentProgress
+from jaxpd.structured import StructuredOutput
 from serving.gateway import Gateway
 from serving.messages import Answer, GenerateRequest
 from serving.metrics import Metrics
 from serving.model import served_model
 from serving.observer import Origin
+from serving.tracing import Tracing
 
 Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
-DASHBOARD = pathlib.Path(__file__).parents[2] / "docs" / "grafana" / "jaxpd.json"
+DOCS = pathlib.Path(__file__).parents[2] / "docs"
+DASHBOARD = DOCS / "grafana" / "jaxpd.json"
 ORIGIN = Origin(front="grpc", operation="generate")
 LIMITS: dict[str, Any] = {
     "prefill_mesh": "1x1",
@@ -63,6 +70,7 @@ class Story:
     after: Samples = dataclasses.field(default_factory=dict)
     answers: list[Answer] = dataclasses.field(default_factory=list)
     errors: list[JaxpdError] = dataclasses.field(default_factory=list)
+    spans: list[ReadableSpan] = dataclasses.field(default_factory=list)
 
     def grew(self, name: str, **labels: str) -> float:
         """How much larger a sample is than when the server was ready."""
@@ -84,6 +92,11 @@ def greedy(prompt: tuple[int, ...], max_tokens: int, **more: Any) -> GenerateReq
 def long_prompt(seed: int) -> tuple[int, ...]:
     """Six full pages and a bit."""
     return tuple((seed * 31 + i * 7) % 200 + 3 for i in range(100))
+
+
+def later(done: Callable[..., None]) -> Callable[..., None]:
+    """`done`, a third of a second after it is called."""
+    return lambda *settled: threading.Timer(0.3, done, settled).start()
 
 
 async def tell(story: Story, gateway: Gateway, engine: Engine) -> None:
@@ -111,17 +124,27 @@ async def tell(story: Story, gateway: Gateway, engine: Engine) -> None:
     assert words is not None and len(words.text) > 8
     stop = (words.text[4:7],)
     await ask(GenerateRequest(text="hello world", max_tokens=24, ignore_eos=True, stop=stop, n=2))
+    # everything that sampling can be asked for
+    await ask(
+        greedy(long_prompt(7), 5, temperature=0.8, top_k=5, top_p=0.9, seed=1, repetition_penalty=1.2, logprobs=2,
+               prompt_logprobs=1, logit_bias={7: -1.0}, min_tokens=2)
+    )  # fmt: skip
+    await ask(
+        GenerateRequest(text="a number:", max_tokens=6, structured=StructuredOutput(kind="regex", text="[0-9]{1,4}"))
+    )
     # one that is aborted, one that is wrong, one whose pages get lost on the way
     async with contextlib.aclosing(gateway.stream(greedy((9,) * 9, 140), ORIGIN)) as messages:
         async for message in messages:
             if getattr(message, "count", 0):
                 break
     await ask(greedy((), 4))
-    offer = engine._transport.offer
+    offer: Callable[..., int] = engine._transport.offer
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(engine._transport, "offer", lambda *asked: asked[-1](None, RuntimeError("the link is down")))
         await ask(greedy(long_prompt(99), 4))
-    assert engine._transport.offer == offer
+        # and one whose pages take their time
+        patch.setattr(engine._transport, "offer", lambda *asked: offer(*asked[:-1], later(asked[-1])))
+        await ask(greedy(long_prompt(98), 4))
     deadline = time.monotonic() + 10
     while engine.stats().live and time.monotonic() < deadline:
         await asyncio.sleep(0.01)
@@ -131,8 +154,12 @@ async def tell(story: Story, gateway: Gateway, engine: Engine) -> None:
 def story(tiny_folders: dict[str, pathlib.Path], scraped: Callable[[Metrics], Samples]) -> Iterator[Story]:
     async def run() -> Story:
         metrics = Metrics()
-        gateway = Gateway(observers=(metrics,))
+        exporter, provider = InMemorySpanExporter(), TracerProvider(shutdown_on_exit=False)
+        provider.add_span_processor(SimpleSpanProcessor(exporter))
+        tracing = Tracing(provider)
+        gateway = Gateway(observers=(metrics, tracing))
         metrics.attach(gateway)
+        tracing.attach(gateway)
         with pytest.raises(Unavailable):
             await gateway.generate(greedy((1,), 1), ORIGIN)
         starting = scraped(metrics)
@@ -154,6 +181,7 @@ def story(tiny_folders: dict[str, pathlib.Path], scraped: Callable[[Metrics], Sa
             story.after = scraped(metrics)
             await asyncio.to_thread(engine.close)
         metrics.close()
+        story.spans = list(exporter.get_finished_spans())
         assert not metrics._watched
         return story
 
@@ -164,7 +192,9 @@ def test_every_metric_moves_or_is_known_not_to(story: Story) -> None:
     moved: dict[str, bool] = {}
     for key in story.after:
         family = re.sub(r"_(bucket|count|sum|total)$", "", key[0]) if key[0] not in CONSTANT else key[0]
-        changed = any(reading.get(key) != story.ready.get(key) for reading in (*story.meanwhile, story.after))
+        before = story.ready.get(key)
+        changed = any(reading.get(key) != before for reading in (*story.meanwhile, story.after))
+        changed = changed or story.starting.get(key, before) != before
         moved[family] = moved.get(family, False) or changed
     still = {family for family, changed in moved.items() if not changed and not family.startswith("process_")}
     assert still <= CONSTANT, f"{sorted(still - CONSTANT)} never changed"
@@ -235,6 +265,28 @@ def test_the_numbers_are_those_that_the_clients_got(story: Story) -> None:
     assert story.grew("vllm:prefix_cache_hits_total") < story.grew("vllm:prefix_cache_queries_total")
 
 
+def test_every_answer_has_a_trace_with_all_its_stages(story: Story) -> None:
+    parents = {span.attributes["gen_ai.response.id"]: span for span in story.spans if span.name == "llm_request"}  # type: ignore[index]
+    stages: dict[int, list[ReadableSpan]] = {}
+    for span in story.spans:
+        if span.parent is not None:
+            stages.setdefault(span.parent.span_id, []).append(span)
+    for answer in story.answers:
+        parent = parents[answer.understood.request_id]
+        assert parent.attributes is not None and parent.attributes["gen_ai.request.model"] == "smollm2"
+        children = stages[parent.context.span_id]
+        names = {child.name for child in children}
+        assert names == {"queue", "prefill", "transfer", "decode_wait", "decode"}, answer.finish_reason
+        for child in children:
+            assert child.start_time is not None and child.end_time is not None and parent.end_time is not None
+            assert child.start_time <= child.end_time <= parent.end_time
+        if len(answer.samples) == 1:
+            spent = {c.name: (c.end_time or 0) - (c.start_time or 0) for c in children}
+            timings = answer.timings
+            for name, seconds in (("queue", timings.queue_s), ("transfer", timings.transfer_s)):
+                assert seconds is not None and spent[name] / 1e9 == pytest.approx(seconds, abs=1e-5), name
+
+
 def metric_names(expr: str) -> set[str]:
     """The metrics that a PromQL expression asks for: what is left without strings, labels, ranges and functions."""
     expr = re.sub(r'"[^"]*"', "", expr)
@@ -269,9 +321,27 @@ def test_every_query_of_the_dashboard_finds_something(story: Story) -> None:
     for expr in exprs:
         names = metric_names(expr)
         assert names and names <= set(labels), f"{expr}: no such metric as {sorted(names - set(labels))}"
-        missing = labels_asked(expr) - set.union(*(labels[name] for name in names))
+        missing = labels_asked(expr) - {label for name in names for label in labels[name]}
         assert not missing, f"{expr}: no label {sorted(missing)}"
     asked = {name for expr in exprs for name in metric_names(expr)}
     shown = {re.sub(r"_(bucket|count|sum)$", "", name) for name in asked}
     unshown = {re.sub(r"_(bucket|count|sum)$", "", name) for name in labels if not name.startswith("process_")} - shown
     assert unshown <= {"vllm:cache_config_info"}, "the dashboard shows all there is"
+
+
+def test_the_documentation_has_a_row_for_each_metric_with_its_labels(story: Story) -> None:
+    rows = re.findall(r"^\| `(\S+)` \| (\w+) \| ([\w, ]*?) ?\|", (DOCS / "observability.md").read_text(), re.MULTILINE)
+    described = {name: (kind, set(labels.replace(" ", "").split(",")) - {""}) for name, kind, labels in rows}
+    exported: dict[str, tuple[str, set[str]]] = {}
+    for name, pairs in story.meanwhile[-1]:
+        if name.startswith("process_") or name.endswith(("_sum", "_count")):
+            continue
+        labels = {label for label, _ in pairs} - {"le"}
+        if name.endswith("_bucket"):
+            family, kind = name.removesuffix("_bucket"), "histogram"
+        elif name.endswith("_total") and name not in CONSTANT:
+            family, kind = name.removesuffix("_total"), "counter"
+        else:
+            family, kind = name, "gauge"
+        exported[family] = kind, labels
+    assert described == exported

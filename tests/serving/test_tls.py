@@ -12,6 +12,7 @@ import ssl
 from collections.abc import Callable
 from typing import Any
 
+import httpx
 import pytest
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
@@ -20,6 +21,7 @@ from cryptography.x509.oid import NameOID
 
 from jaxpd.errors import InvalidArgument, JaxpdError, Unavailable
 from serving.client import AsyncClient, Client
+from serving.http.front import HttpFront
 from serving.messages import GenerateRequest
 from serving.tls import Tls, tls_of
 
@@ -98,6 +100,10 @@ def ask(served: Served, of_server: Tls | None, host: str = "127.0.0.1", **client
     return first
 
 
+def pair(files: dict[str, pathlib.Path]) -> Any:
+    return files
+
+
 def test_tls(served: Served, files: Files) -> None:
     tls = Tls(**files.server)
     assert ask(served, tls, ca_certs=files.ca["certfile"]) == "abca"
@@ -112,10 +118,10 @@ def test_tls(served: Served, files: Files) -> None:
 
 def test_mutual_tls(served: Served, files: Files) -> None:
     tls = Tls(**files.server, ca_certs=files.ca["certfile"])
-    assert ask(served, tls, ca_certs=files.ca["certfile"], **files.client) == "abca"
+    assert ask(served, tls, ca_certs=files.ca["certfile"], **pair(files.client)) == "abca"
     missing = ask(served, tls, ca_certs=files.ca["certfile"])
     assert "hangs up" in missing and "if it wants a certificate of the client, give certfile and keyfile" in missing
-    wrong = ask(served, tls, ca_certs=files.ca["certfile"], **files.stranger)
+    wrong = ask(served, tls, ca_certs=files.ca["certfile"], **pair(files.stranger))
     assert "it may not accept the client's certificate; give one that its CA has signed" in wrong
 
 
@@ -130,6 +136,39 @@ def test_a_key_goes_over_tls(served: Served, files: Files) -> None:
         async with served(tls=Tls(**files.server), keys=load_keys(None, ["sesame"])) as running:
             async with AsyncClient(running.address, ca_certs=files.ca["certfile"], api_key="sesame") as client:
                 assert (await client.generate(ASKED)).text == "abca"
+
+    asyncio.run(run())
+
+
+def test_http_speaks_it_too(opened: Callable[..., Any], files: Files) -> None:
+    async def run() -> None:
+        gateway, engine = opened()
+        front = HttpFront(gateway, tls=Tls(**files.server, ca_certs=files.ca["certfile"]))
+        port = front.bind("127.0.0.1", 0)
+        await front.start()
+        await front.set_ready(True)
+        body = {"prompt": "abc", "max_tokens": 4}
+
+        async def post(**client: Any) -> str:
+            trusting = ssl.create_default_context(cafile=files.ca["certfile"])
+            if client:
+                trusting.load_cert_chain(**client)
+            async with httpx.AsyncClient(verify=trusting, base_url=f"https://127.0.0.1:{port}") as asking:
+                return str((await asking.post("/v1/completions", json=body)).json()["choices"][0]["text"])
+
+        try:
+            assert await post(**pair(files.client)) == "abca"
+            with pytest.raises(httpx.TransportError):
+                await post()
+            with pytest.raises(httpx.TransportError):
+                await post(**pair(files.stranger))
+            async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as plain:
+                with pytest.raises(httpx.TransportError):
+                    await plain.post("/v1/completions", json=body)
+            assert await post(**pair(files.client)) == "abca"
+        finally:
+            await front.stop(0)
+            engine.close()
 
     asyncio.run(run())
 
@@ -202,3 +241,34 @@ def test_a_client_with_files_that_cannot_be(files: Files, tmp_path: pathlib.Path
     with pytest.raises(InvalidArgument, match="api_key must be visible ASCII") as caught:
         Client(server, api_key="secret\n")
     assert "secret" not in caught.value.message
+
+
+@pytest.mark.parametrize("mutual", [False, True])
+def test_https(opened: Callable[..., Any], files: Files, mutual: bool) -> None:
+    server = Tls(**files.server, ca_certs=files.ca["certfile"] if mutual else None)
+
+    async def run() -> None:
+        gateway, engine = opened()
+        front = HttpFront(gateway, tls=server)
+        url = f"https://127.0.0.1:{front.bind('127.0.0.1', 0)}"
+        await front.start()
+        await front.set_ready(True)
+        strangers = ssl.create_default_context(cafile=str(files.ca["certfile"]))
+        known = ssl.create_default_context(cafile=str(files.ca["certfile"]))
+        known.load_cert_chain(files.client["certfile"], files.client["keyfile"])
+        async with httpx.AsyncClient(base_url=url, verify=known, trust_env=False) as client:
+            asked = {"prompt": "abc", "stream": True, "max_tokens": 3}
+            assert (await client.post("/v1/completions", json=asked)).text.endswith("data: [DONE]\n\n")
+        async with httpx.AsyncClient(base_url=url, verify=strangers, trust_env=False) as client:
+            if mutual:
+                with pytest.raises(httpx.HTTPError):
+                    await client.get("/health")
+            else:
+                assert (await client.get("/health")).status_code == 200
+        async with httpx.AsyncClient(base_url=url.replace("https", "http"), trust_env=False) as client:
+            with pytest.raises(httpx.HTTPError):
+                await client.get("/health")
+        await front.stop(0)
+        engine.close()
+
+    asyncio.run(run())

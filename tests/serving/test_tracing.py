@@ -25,7 +25,7 @@ from jaxpd.life import Life, Stage
 from serving.gateway import Gateway
 from serving.messages import GenerateRequest
 from serving.observer import Origin
-from serving.tracing import Tracing, make_tracer, stage_spans
+from serving.tracing import OnceAWhile, Tracing, make_tracer, stage_spans
 
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 TRACED = {"traceparent": f"00-{TRACE}-{PARENT}-01", "tracestate": "vendor=1"}
@@ -189,19 +189,35 @@ def test_a_missing_package_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> N
         make_tracer("http://localhost:4318")
 
 
-def test_a_collector_that_is_away_hurts_no_request(scripted: Any, caplog: pytest.LogCaptureFixture) -> None:
-    with socket.socket() as taken:  # bound, and nobody listens: refused at once
+@pytest.mark.parametrize("silent", [False, True], ids=["it refuses", "it never answers"])
+def test_a_collector_that_is_away_hurts_no_request(silent: bool, scripted: Any) -> None:
+    with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
+        if silent:
+            taken.listen()
         tracing = make_tracer(f"http://127.0.0.1:{taken.getsockname()[1]}")
         asked = [GenerateRequest(text="ab", max_tokens=2)] * 30
         start_s = time.monotonic()
-        with caplog.at_level(logging.WARNING):
-            assert ask(scripted, tracing, Origin(), *asked) == [None] * 30
-            assert time.monotonic() - start_s < 5
-            closing_s = time.monotonic()
-            tracing.close()
+        assert ask(scripted, tracing, Origin(), *asked) == [None] * 30
+        assert time.monotonic() - start_s < 5
+        closing_s = time.monotonic()
+        tracing.close()
         assert time.monotonic() - closing_s < 4, "the end of the process does not wait for it either"
-    assert len([r for r in caplog.records if r.name.startswith("opentelemetry")]) <= 2, "said once, not for each batch"
+
+
+def test_the_log_says_once_in_a_while_that_it_is_away(caplog: pytest.LogCaptureFixture) -> None:
+    make_tracer("http://127.0.0.1:1").close()
+    make_tracer("http://127.0.0.1:1").close()
+    exporter = logging.getLogger("opentelemetry.exporter.otlp.proto.http.trace_exporter")
+    assert [type(each) for each in exporter.filters].count(OnceAWhile) == 1, "one for all servers of a process"
+    logger = logging.getLogger("test_tracing")
+    logger.addFilter(OnceAWhile(0.2))
+    for _ in range(5):
+        logger.warning("it is away")
+    assert len(caplog.records) == 1
+    time.sleep(0.25)
+    logger.warning("it still is")
+    assert [record.getMessage() for record in caplog.records] == ["it is away", "it still is"]
 
 
 def test_spans_reach_a_collector(scripted: Any) -> None:

@@ -12,7 +12,7 @@ import pytest
 
 ROOT = pathlib.Path(__file__).parent.parent.parent
 PACKAGES = ("jaxpd", "pallas_kernels", "meshes", "serving")
-SHIPPED = (".py", ".pyi", ".proto", ".typed", ".jinja")
+SHIPPED = (".py", ".pyi", ".proto", ".typed", ".jinja", ".html", ".js", ".css")
 
 
 def shipped_files() -> list[str]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import functools
 import json
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
@@ -29,6 +30,7 @@ from serving.observer import Origin
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+MANY = 10_000  # tokens and log probabilities that are written in a thread, so that nobody's tokens wait for it
 DONE = b"data: [DONE]\n\n"
 SSE_HEADERS = (
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -129,10 +131,26 @@ async def whole(call: Call, asks: Sequence[GenerateRequest], body: Callable[[lis
     """Sends all answers as one body. Raises JaxpdError, also for an answer that failed half way; the others are aborted
     then."""
     answers = await together([call.gateway.generate(asked, call.origin) for asked in call.with_ids(asks)])
-    text = json.dumps(body(answers)).encode()
+    write = functools.partial(_json_of, body, answers)
+    text = await asyncio.to_thread(write) if _entries(answers) > MANY else write()
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(text)).encode())]
     await send({"type": "http.response.start", "status": 200, "headers": headers})
     await send({"type": "http.response.body", "body": text})
+
+
+def _json_of(body: Callable[[list[Answer]], Any], answers: list[Answer]) -> bytes:
+    return json.dumps(body(answers)).encode()
+
+
+def _entries(answers: Iterable[Answer]) -> int:
+    """How much there is to write: tokens, each with its log probabilities."""
+    total = 0
+    for answer in answers:
+        params = answer.understood.params
+        total += answer.usage.completion_tokens * (1 + (params.logprobs or 0))
+        if params.prompt_logprobs is not None:
+            total += answer.usage.prompt_tokens * (1 + params.prompt_logprobs)
+    return total
 
 
 async def stream(call: Call, asks: Sequence[GenerateRequest], writer: Writer, send: Send) -> None:

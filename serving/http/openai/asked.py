@@ -14,6 +14,7 @@ from serving.http.openai.schema import SamplingBody
 from serving.http.openai.unserved import refuse_unserved
 from serving.messages import shown
 from serving.model import ServedModel
+from serving.parsing.tools import check_schema
 
 DEFAULT_TEMPERATURE = 1.0  # OpenAI's
 MAX_MESSAGES = 4096
@@ -58,7 +59,7 @@ def sampling_of(body: SamplingBody) -> dict[str, Any]:
         "logit_bias": _biases(body.logit_bias),
         "stop": tuple(body.stop or ()),
         "stop_token_ids": tuple(body.stop_token_ids or ()),
-        "want_prompt_ids": bool(body.return_token_ids),
+        "want_prompt_ids": bool(body.return_token_ids) or body.prompt_logprobs is not None,
         "want_timeline": bool(body.timings),
     }
 
@@ -156,6 +157,7 @@ def _structured(field: str, name: str, value: Any) -> StructuredOutput:
         case "choice" if isinstance(value, list) and all(isinstance(choice, str) for choice in value):
             return StructuredOutput(kind=kind, choices=tuple(value))
         case "json_schema" if isinstance(value, dict):
+            check_schema(value, field)
             return StructuredOutput(kind=kind, text=json.dumps(value))
         case "json_schema" | "regex" | "grammar" if isinstance(value, str):
             return StructuredOutput(kind=kind, text=value)

@@ -1,8 +1,10 @@
 """`POST /v1/chat/completions`: a conversation in, a message out, with tool calls and reasoning told apart from content.
 
-messages, tools -> chat template -> prompt text -> gateway -> answer text -> parser -> delta or message
-                                        |
-                     tool_choice, response_format -> grammar
+    messages, tools -> chat template -> prompt text -> gateway -> answer text -> parser -> delta or message
+                                            |
+                         tool_choice, response_format -> grammar
+
+The prompt is written here and goes to the gateway as text, since grammar and parser have to know how it ends.
 """
 
 from __future__ import annotations
@@ -14,12 +16,13 @@ from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
-from jaxpd.errors import InvalidArgument, TooLong
+from jaxpd.errors import InvalidArgument, JaxpdError, TooLong
 from jaxpd.request import MAX_LOGPROBS
 from jaxpd.structured import StructuredOutput
 from jaxpd.text import prompt_text
 from jaxpd.tokenizer import Tokenizer
-from serving.gateway import LONG_PROMPT, Gateway
+from serving.gateway import Gateway
+from serving.http.errors import response_of
 from serving.http.openai.answering import Answering, Call, call_of, stream, whole
 from serving.http.openai.asked import check_model, checked_messages, only_one, sampling_of, structured_of
 from serving.http.openai.chat_reply import ChatReply, ChatWriter
@@ -29,7 +32,7 @@ from serving.messages import GenerateRequest
 from serving.model import ServedModel
 from serving.parsing import Parser, Tools, forced_answer, forced_calls, make_parser, marker_token_ids, read_tools
 from serving.parsing.formats import reasoning_marks
-from serving.understand import prompt_characters
+from serving.understand import LONG_PROMPT, prompt_characters
 
 
 def make_router(gateway: Gateway) -> APIRouter:
@@ -42,7 +45,10 @@ def make_router(gateway: Gateway) -> APIRouter:
         model = gateway.model
         check_model(body.model, model)
         call = call_of(request, gateway, "chat").named(_names(body))
-        asked, parser = await understood(body, model, call)
+        try:
+            asked, parser = await understood(body, model, call)
+        except JaxpdError as error:
+            return response_of(error, call.request_id, call.names)
         reply = ChatReply(body, model, f"chatcmpl-{call.request_id}", parser)
         if body.stream:
             return Answering(call, lambda send: stream(call, [asked], ChatWriter(reply), send))
@@ -70,7 +76,7 @@ async def understood(
         logprobs=_logprobs(body),
         max_tokens=body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens,
         structured=_structured(body, tools, template, prompt, tokenizer),
-        shown_ids=marker_token_ids(tokenizer, template),
+        shown_ids=marker_token_ids(tokenizer, template, tools=tools.parsed),
         want_token_ids=bool(body.return_token_ids) or bool(body.logprobs),
     )
     if asked.max_tokens is None:

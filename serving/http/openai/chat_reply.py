@@ -107,7 +107,8 @@ class ChatWriter(ChunkWriter):
                 self._parsers[sample] = self._reply.make_parser()
             pieces = self._parsers[sample].push(text)
         if last and not beside:
-            self._kept[sample] = (pieces, choice)
+            before, kept = self._kept.get(sample, ([], ""))  # text may come behind its tokens, with a message of none
+            self._kept[sample] = ([*before, *pieces], kept or choice)
             return b""
         if not (pieces or first or choice):
             return b""

@@ -75,9 +75,8 @@ def asks_of(body: CompletionRequest, model: ServedModel) -> list[GenerateRequest
     options = sampling_of(body)
     logprobs = body.logprobs
     if scored and options["prompt_logprobs"] is None:
-        options["prompt_logprobs"] = logprobs
+        options |= {"prompt_logprobs": logprobs, "want_prompt_ids": True}
     want_ids = bool(body.return_token_ids) or logprobs is not None
-    options["want_prompt_ids"] |= options["prompt_logprobs"] is not None
     nothing_new = body.echo and body.max_tokens == 0
     asked = GenerateRequest(
         **options,
@@ -220,7 +219,8 @@ class CompletionWriter(ChunkWriter):
                 return b""  # part of a character, say
             more = "" if self._plain else self._more(key, message, first=False)
         if last:
-            self._kept[key] = (text, more)
+            before, kept = self._kept.get(key, ("", ""))  # text may come behind its tokens, with a message of none
+            self._kept[key] = (before + text, kept or more)
             return b""
         return self.write(*key, f'"text":{quoted(text)}{more or PLAIN},"finish_reason":null')
 

@@ -39,7 +39,10 @@ def make_router(gateway: Gateway) -> APIRouter:
         """Text or a chat as the token ids that a prompt of it would be."""
         model = gateway.model
         check_model(body.model, model)
-        ids = await gateway.tokenize(_asked(body))
+        if body.prompt == "" and body.messages is None:  # nothing to serve, but something to count
+            ids = tuple(tokenizer_of(model).encode("", add_special_tokens=body.add_special_tokens is not False))
+        else:
+            ids = await gateway.tokenize(_asked(body))
         answer = {"count": len(ids), "max_model_len": model.max_model_len, "tokens": ids}
         if body.return_token_strs:
             backend = tokenizer_of(model).backend

@@ -8,7 +8,7 @@ import time
 import pytest
 import rich.console
 
-from jaxpd.cli.progress import LineProgress, RichProgress, console_progress, describe
+from jaxpd.cli.progress import LineProgress, NotebookProgress, RichProgress, console_progress, describe
 
 
 class Clock:
@@ -95,3 +95,18 @@ def test_no_terminal_means_lines() -> None:
 )
 def test_describe(done: float, total: float | None, unit: str, elapsed: float, text: str) -> None:
     assert describe(done, total, unit, elapsed) == text
+
+
+def test_a_notebook_has_one_line_a_stage() -> None:
+    out = io.StringIO()
+    progress = NotebookProgress(out, heartbeat_s=60)
+    with progress.stage("compiling", total=2, unit="programs") as stage:
+        stage.advance(detail="a program with a very long name")
+        stage.advance(detail="b")
+    progress.note("and then")
+    lines = out.getvalue().split("\n")
+    assert len(lines) == 3 and lines[1:] == ["and then", ""]
+    written = lines[0].split("\r")
+    assert "very long name" in written[1] and written[2].rstrip().endswith("b")
+    assert len(written[2]) >= len(written[1])  # nothing of the longer line is left to see
+    assert written[-1].startswith("[1] compiling done in")

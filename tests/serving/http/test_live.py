@@ -16,17 +16,15 @@ from typing import Any
 import httpx
 import pytest
 import uvicorn
-from fastapi import FastAPI, Request
-from fastapi.responses import JSONResponse
+from fastapi import APIRouter, FastAPI
 
-from jaxpd.errors import JaxpdError
 from jaxpd.stats import EngineStats, Hold, ReplicaStats, SequenceStats
 from serving.callers import Caller, Keys
 from serving.gateway import Gateway
-from serving.http import live, page
+from serving.http import errors, live, page
+from serving.http.middleware import RequestIds
 
 NO_KEYS = Keys({})
-STATUS = {"UNAUTHENTICATED": 401, "NOT_FOUND": 404, "RESOURCE_EXHAUSTED": 429}
 SECRET_ID = "an-id-that-nobody-else-should-see"
 
 
@@ -66,29 +64,27 @@ def reading(*, tokens: int, live: bool = True) -> EngineStats:
 class Site:
     """A gateway with the page's routes on a free port."""
 
-    url: str
     gateway: Gateway
     engine: Readable
     client: httpx.AsyncClient
     open: Any
 
 
-def make_app(gateway: Gateway, keys: Keys, **options: Any) -> FastAPI:
+def make_app(*routers: APIRouter) -> FastAPI:
+    """The routes with errors as the real application answers them."""
     app = FastAPI()
-    app.include_router(page.make_router())
-    app.include_router(live.make_router(gateway, keys, **options))
-
-    @app.exception_handler(JaxpdError)
-    async def explain(request: Request, error: JaxpdError) -> JSONResponse:
-        return JSONResponse({"error": {"message": error.message}}, STATUS[error.code])
-
+    errors.install(app)
+    for router in routers:
+        app.include_router(router)
+    app.add_middleware(RequestIds)
     return app
 
 
 @contextlib.asynccontextmanager
 async def site(scripted: ModuleType, keys: Keys = NO_KEYS, **options: Any) -> AsyncIterator[Site]:
     gateway, engine = Gateway(), Readable()
-    app = make_app(gateway, keys, **{"interval_s": 0.01, **options})
+    feed = live.make_router(gateway, keys, **{"interval_s": 0.01, **options})
+    app = make_app(page.make_router(), feed)
     config = uvicorn.Config(app, host="127.0.0.1", port=0, log_level="error", timeout_graceful_shutdown=1)
     server = uvicorn.Server(config)
     serving = asyncio.create_task(server.serve())
@@ -98,7 +94,7 @@ async def site(scripted: ModuleType, keys: Keys = NO_KEYS, **options: Any) -> As
     model = scripted.served_model(None)
     try:
         async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=10) as client:
-            yield Site(client.base_url.host, gateway, engine, client, lambda: gateway.open(engine, model))  # type: ignore[arg-type]
+            yield Site(gateway, engine, client, lambda: gateway.open(engine, model))  # type: ignore[arg-type]
     finally:
         server.should_exit = True
         await serving
@@ -281,19 +277,8 @@ def test_where_keys_are_needed_it_needs_one_and_the_page_does_not(scripted: Modu
 
 @pytest.fixture
 def client() -> httpx.AsyncClient:
-    transport = httpx.ASGITransport(app=make_page())
+    transport = httpx.ASGITransport(app=make_app(page.make_router()))
     return httpx.AsyncClient(transport=transport, base_url="http://page")
-
-
-def make_page() -> FastAPI:
-    app = FastAPI()
-    app.include_router(page.make_router())
-
-    @app.exception_handler(JaxpdError)
-    async def explain(request: Request, error: JaxpdError) -> JSONResponse:
-        return JSONResponse({"error": {"message": error.message}}, STATUS[error.code])
-
-    return app
 
 
 @pytest.mark.parametrize(

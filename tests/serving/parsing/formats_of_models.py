@@ -48,7 +48,7 @@ PLAIN = _TURNS + _OPENED
 Total = list[tuple[str, ...]]
 
 
-def total(pieces: Iterable[Piece]) -> Total:
+def total(pieces: Sequence[Piece]) -> Total:
     """What pieces add up to, in order; tool calls as (name, arguments), checked for ids and numbering."""
     out: Total = []
     ids: list[str] = []

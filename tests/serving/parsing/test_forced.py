@@ -14,10 +14,10 @@ from jaxpd.errors import InvalidArgument
 from jaxpd.grammar import GrammarCompiler
 from jaxpd.structured import StructuredOutput
 from jaxpd.text import TextStream
-from jaxpd.tokenizer import Tokenizer, byte_alphabet
+from jaxpd.tokenizer import Tokenizer, byte_alphabet, load_tokenizer
 from serving.parsing import Tools, forced_answer, forced_calls, marker_token_ids, read_tools
 from serving.parsing.formats import reasoning_marks
-from tests.jaxpd.grammar_walks import conforms
+from tests.jaxpd.grammar_walks import TINY, conforms
 from tests.serving.parsing.formats_of_models import (
     GRANITE,
     HERMES,
@@ -63,11 +63,16 @@ def tokenizer(special: Sequence[str] = (), added: Sequence[str] = ()) -> Tokeniz
     return Tokenizer(backend, special_tokens={"eos_token": "</s>"})
 
 
-KINDS = {"text": tokenizer(), "special": tokenizer(special=MARKS), "added": tokenizer(added=MARKS)}
+KINDS = {
+    "text": tokenizer(),
+    "special": tokenizer(special=MARKS),
+    "added": tokenizer(added=MARKS),
+    "tiny": load_tokenizer(TINY),  # tokens of several letters
+}
 COMPILERS = {kind: GrammarCompiler(one, one.vocab_size, one.eos_token_ids) for kind, one in KINDS.items()}
 
 
-def texts_of(spec: StructuredOutput, kind: str, template: str, count: int = 6) -> list[str]:
+def texts_of(spec: StructuredOutput, kind: str, template: str, count: int = 10) -> list[str]:
     """Random answers under a grammar, as the front would see them: marks visible, other special tokens not."""
     grammar = COMPILERS[kind].compile(spec)
     out = []
@@ -119,6 +124,39 @@ def test_a_forced_call_parses_and_validates(template: str, kind: str) -> None:
     assert seen == {"get_weather", "stop-all"}
 
 
+def accepts(spec: StructuredOutput | None, text: str) -> bool:
+    """Whether an answer may begin so."""
+    assert spec is not None
+    try:
+        COMPILERS["text"].compile(spec).new_state(KINDS["text"].encode(text))
+    except RuntimeError:
+        return False
+    return True
+
+
+def test_what_a_grammar_does_not_allow() -> None:
+    def forced(template: str, **options: Any) -> StructuredOutput | None:
+        tools = read_tools(TOOLS, "required", **options)
+        return forced_calls(tools, template=template, prompt_text="", tokenizer=KINDS["text"])
+
+    stop = '<tool_call>\n{"name": "stop-all", "arguments": {}}\n</tool_call>'
+    assert accepts(forced(HERMES), "\n".join([stop] * 16))
+    assert not accepts(forced(HERMES), "\n".join([stop] * 16) + "\n")
+    assert not accepts(forced(HERMES, parallel_tool_calls=False), stop + "\n")
+    assert accepts(forced(HERMES), stop.replace("{}", "{ }")) and not accepts(
+        forced(HERMES), stop.replace("{}", "{  }")
+    )
+    assert not accepts(forced(HERMES), "I ") and not accepts(forced(HERMES), stop.replace("stop-all", "stop"))
+    day = "<tool_call>\n<function=get_weather>\n<parameter=city>\nBonn\n</parameter>\n"
+    unit = "<parameter=unit>\nC\n</parameter>\n"
+    days = "<parameter=days>\n14\n</parameter>\n</function>\n</tool_call>"
+    assert accepts(forced(QWEN_CODER), day + unit + days) and accepts(forced(QWEN_CODER), day + days)
+    assert not accepts(forced(QWEN_CODER), day + unit + unit)
+    assert not accepts(forced(QWEN_CODER), day + unit.replace("C", "K"))
+    assert not accepts(forced(QWEN_CODER), day.replace("Bonn", "Bremen"))
+    assert not accepts(forced(QWEN_CODER), day + "</function>")
+
+
 def test_one_tool_by_name_and_one_call() -> None:
     choice = {"type": "function", "function": {"name": "stop-all"}}
     for template in (HERMES, MISTRAL, MISTRAL_NEW, QWEN_CODER):
@@ -128,9 +166,8 @@ def test_one_tool_by_name_and_one_call() -> None:
         )
         assert by_name is not None and single is not None
         for text in texts_of(by_name, "text", template, 3):
-            assert [piece for piece in parse(template, [text]) if piece[0] != "reasoning"] == [
-                ("call", "stop-all", "{}")
-            ]
+            [call] = [piece for piece in parse(template, [text]) if piece[0] != "reasoning"]
+            assert call[:2] == ("call", "stop-all") and json.loads(call[2]) == {}
         for text in texts_of(single, "text", template, 4):
             assert sum(piece[0] == "call" for piece in parse(template, [text])) == 1, text
 
@@ -145,7 +182,8 @@ def test_reasoning_comes_before_what_is_forced(kind: str) -> None:
     for text in texts_of(spec, kind, template):
         assert "</think>" in text
         pieces = parse(template, [text], prompt_text=prompt)
-        assert pieces[-1] == ("call", "stop-all", "{}") and {piece[0] for piece in pieces} <= {"reasoning", "call"}
+        assert {piece[0] for piece in pieces} <= {"reasoning", "call"}
+        assert pieces[-1][:2] == ("call", "stop-all") and json.loads(pieces[-1][2]) == {}
     answer = forced_answer({"type": "json_object"}, template=THINKING, prompt_text=prompt, tokenizer=KINDS[kind])
     assert answer is not None
     for text in texts_of(answer, kind, THINKING):
@@ -231,6 +269,8 @@ def test_marks_that_are_special_tokens_stay_visible() -> None:
     special = KINDS["special"]
     ids = marker_token_ids(special, MISTRAL_NEW)
     assert ids == {special.special_token_id(mark) for mark in ("[TOOL_CALLS]", "[ARGS]", "[THINK]", "[/THINK]")}
+    thinking = {special.special_token_id(mark) for mark in ("[THINK]", "[/THINK]")}
+    assert marker_token_ids(special, MISTRAL_NEW, tools=False) == thinking
     assert marker_token_ids(KINDS["added"], MISTRAL_NEW) == marker_token_ids(special, PLAIN) == frozenset()
     answer = special.encode('[TOOL_CALLS]f[ARGS]{"a": 1}</s><think>')
     stream = TextStream(special, keep=ids)
