@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import pathlib
 from collections.abc import Callable
@@ -136,7 +135,9 @@ def test_no_server_and_options_of_the_other_protocol(served: Callable[..., Any])
     plan = Plan(target=Target(backend="grpc", address="127.0.0.1:1"))
     with pytest.raises(Unavailable, match="127.0.0.1:1"):
         asyncio.run(measure(plan, SilentProgress(), asyncio.Event()))
-    with pytest.raises(FailedPrecondition, match="--extra-body"), contextlib.suppress(Unavailable):
+    with pytest.raises(InvalidArgument, match="--model other: .* serves bytes"):
+        bench(served, {}, target={"model": "other"})
+    with pytest.raises(FailedPrecondition, match="--extra-body"):
         bench(served, {}, target={"extra_body": {"top_p": 1}})
 
 
