@@ -12,7 +12,7 @@ import pytest
 from jaxpd.request import FinishReason, SamplingParams, Timings, Usage
 from serving.http.openai.chat_reply import ChatReply, ChatWriter
 from serving.http.openai.completions import CompletionWriter, Reply
-from serving.http.openai.schema import ChatRequest, CompletionRequest
+from serving.http.openai.schema import ChatRequest, CompletionRequest, StreamOptions
 from serving.http.openai.sse import ChunkWriter
 from serving.messages import Finished, Tokens, Understood
 
@@ -310,6 +310,22 @@ def test_text_that_comes_behind_its_tokens_is_not_lost(scripted: Any) -> None:
         choice = json.loads(event.removeprefix(b"data: "))["choices"][0]
         assert (choice.get("text") or choice["delta"]["content"]) == "a\ufffd"
         assert choice["finish_reason"] == "length"
+
+
+def test_usage_counts_all_tokens_of_a_message(scripted: Any) -> None:
+    model = scripted.served_model(scripted.byte_tokenizer())
+    body = CompletionRequest(prompt="x", stream_options=StreamOptions(continuous_usage_stats=True))
+    writer = CompletionWriter(Reply(body, model, "cmpl-r"))
+    params = SamplingParams(max_tokens=9, seed=0)
+    writer.begin(
+        0,
+        Understood(
+            request_id="r", prompt_tokens=1, prompt_ids=None, params=params, want_text=True, want_token_ids=False
+        ),
+    )
+    chunks = [writer.chunk(0, Tokens(first_index=i, count=3, token_ids=(), text="abc")) for i in (0, 3)]
+    made = [json.loads(chunk.removeprefix(b"data: "))["usage"]["completion_tokens"] for chunk in chunks]
+    assert made == [3, 6]
 
 
 def test_an_answer_with_much_to_write_leaves_the_others_their_turn(http_app: Callable[..., Any]) -> None:
