@@ -35,7 +35,7 @@ format: $(VENV)/.installed-dev ## let ruff rewrite the files
 	@$(BIN)/ruff check --fix . && $(BIN)/ruff format .
 
 fuzz: $(VENV)/.installed-fuzz ## send 20,000 random and mutated requests to both fronts (minutes)
-	@JAX_PLATFORMS=cpu $(BIN)/python -m pytest -q -m fuzz $(or $(TESTS),tests/serving)
+	@JAX_PLATFORMS=cpu $(BIN)/python -m pytest -q -m fuzz $(or $(TESTS),tests/serving tests/system)
 
 gemma: $(VENV)/.installed-test ## compare Gemma 3 270M with its reference tokens (downloads 238 MB)
 	@JAX_PLATFORMS=cpu $(BIN)/python -m pytest -q -m gemma $(TESTS)

@@ -1,13 +1,13 @@
 """The network side of jaxpd. The life of one request, from the socket to the token:
 
 1.  A front owns a port: `grpc_server` that of gRPC, `http/front` that of HTTP. A message arrives and one task starts
-    for it. `interceptors` (gRPC) and `http/middleware` ask for the API key (`callers`), give the request an id, and are the
-    last to see it: whatever goes wrong below leaves as a status with a readable text.
+    for it. `interceptors` (gRPC) and `http/middleware` ask for the API key (`callers`), give the request an id, and are
+    the last to see it: whatever goes wrong below leaves as a status with a readable text.
 2.  `wire` (gRPC), `open_inference` (KServe's protocol) or `http/openai` reads the message into a
     `messages.GenerateRequest`, where "not set" is None and never zero. What it cannot serve it refuses by name.
 3.  `gateway` fills in the options (`understand`: the default of max_tokens, a drawn seed), turns text or chat into
-    token ids (`jaxpd.text`; in a thread when it is long), checks all of it against the model's limits and the caller's, and
-    from here on the request is a `jaxpd.request.Request`: the engine speaks token ids only.
+    token ids (`jaxpd.text`; in a thread when it is long), checks all of it against the model's limits and the caller's,
+    and from here on the request is a `jaxpd.request.Request`: the engine speaks token ids only.
 4.  `Engine.submit` (`jaxpd.engine`) queues it, or refuses it when the queue is full; in a thread where a grammar has to
     be compiled. The first message, what was understood, goes out.
 5.  A pool of role prefill computes the prompt and samples the first token; `meshes.transfer` moves the KV pages to a

@@ -21,6 +21,7 @@ from serving.config import Ports, ServerConfig
 
 if TYPE_CHECKING:
     from jaxpd.engine import Engine
+    from jaxpd.stats import EngineStats
 
 
 class BackgroundServer:
@@ -46,6 +47,7 @@ class BackgroundServer:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stop: asyncio.Event | None = None
         self._ports: Ports | None = None
+        self._engine: Engine | None = None
         self._thread = threading.Thread(target=self._run, name="jaxpd-server", daemon=True)
 
     @property
@@ -54,6 +56,11 @@ class BackgroundServer:
         if self._ports is None:
             raise FailedPrecondition("the server is not ready; enter it with `with` or call start()")
         return self._ports
+
+    def stats(self) -> EngineStats:
+        """The engine's load. Raises FailedPrecondition before the server is ready."""
+        assert self.ports is not None and self._engine is not None
+        return self._engine.stats()
 
     @property
     def url(self) -> str:
@@ -110,7 +117,8 @@ class BackgroundServer:
 
         prepare_devices(self._engine_config)
         checkpoint = resolve(self._model, progress=self._progress)
-        return Engine(checkpoint, self._engine_config, on_events=on_events, progress=self._progress)
+        self._engine = Engine(checkpoint, self._engine_config, on_events=on_events, progress=self._progress)
+        return self._engine
 
     def _on_ready(self, ports: Ports) -> None:
         self._ports = ports

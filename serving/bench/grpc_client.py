@@ -8,7 +8,7 @@ import time
 
 import numpy as np
 
-from jaxpd.errors import FailedPrecondition, JaxpdError
+from jaxpd.errors import FailedPrecondition, InvalidArgument, JaxpdError
 from serving.bench import prompts
 from serving.bench.records import BROKEN, ENDED_BADLY, NO_TOKENS, About, Call, Failure, Reply
 from serving.bench.target import Target
@@ -43,6 +43,11 @@ class GrpcBackend:
             keyfile=target.ssl_keyfile,
         )
         info = await self._client.model_info()
+        if target.model not in (None, info.name):
+            raise InvalidArgument(
+                f"--model {target.model}: {target.address} serves {info.name} and nothing else; leave it out",
+                field="model",
+            )
         self._vocabulary = self._vocabulary or info.vocab_size
         notes = [f"prompts are token ids below {self._vocabulary}"] if synthetic else []
         return About(

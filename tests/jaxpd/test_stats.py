@@ -1,80 +1,115 @@
-"""Where a sequence is, as the engine tells it: whose pages it has, and how many of them are filled."""
+"""What the engine counts: where its numbers come from, and that a reading at rest equals the one before."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 
-from jaxpd.cache.keys import Chain
-from jaxpd.cache.prefix import PrefixCache
-from jaxpd.request import Request, SamplingParams
-from jaxpd.sequence import Sequence, State
-from jaxpd.stats import EngineStats, Hold, ReplicaStats, read_sequence
+from jaxpd import compiles
+from jaxpd.life import Stage
+from jaxpd.progress import SilentProgress, TimedProgress
 
-PAGE = 4
-PROMPT = tuple(range(10))  # 3 pages
+Started = Callable[..., Any]
 
 
-@pytest.fixture
-def seq() -> Sequence:
-    request = Request(request_id="a", prompt_ids=PROMPT, params=SamplingParams(seed=0), arrival_s=0.0)
-    return Sequence(request=request, eos_ids=frozenset(), chain=Chain(PAGE, PROMPT))
+def test_what_crosses_is_counted_in_true_bytes(started: Started) -> None:
+    running = started("smollm2", "1x1", "1x2")
+    before = running.engine.stats()
+    answer = running.submit("one", list(range(3, 103)), max_tokens=3)
+    running.wait()
+    after = running.assert_at_baseline()
+    limits = running.engine.limits
+    page = limits.prefill[0].page_bytes
+    crossed = after.crossed_bytes - before.crossed_bytes
+    assert answer.finish.life.first(Stage.ACCEPTED) is not None
+    assert 7 * page <= crossed <= 16 * page and crossed % page == 0, "seven pages, in pieces of some sizes"
+    queried = [r.prefix.queried for r in after.replicas if r.role == "prefill"]
+    assert sum(queried) - sum(r.prefix.queried for r in before.replicas if r.role == "prefill") == 6
 
 
-def caches() -> tuple[PrefixCache, PrefixCache, dict[PrefixCache, tuple[str, int, int]]]:
-    prefill, decode = PrefixCache(8, 2, PAGE), PrefixCache(16, 2, PAGE)
-    return prefill, decode, {prefill: ("prefill", 0, 0), decode: ("decode", 1, 3)}
+def test_replicated_heads_cross_once(started: Started) -> None:
+    alone, wide = started("smollm2", "1x1", "1x2"), started("smollm2", "2x1", "1x2")
+    counts = []
+    for running in (alone, wide):
+        before = running.engine.stats().crossed_bytes
+        running.submit("one", list(range(13, 113)), max_tokens=3)
+        running.wait()
+        counts.append(running.assert_at_baseline().crossed_bytes - before)
+    assert counts[0] == counts[1] > 0, "as many true heads, however they are cut"
 
 
-def test_who_waits_has_nothing(seq: Sequence) -> None:
-    shown = read_sequence(seq, caches()[2])
-    assert (shown.request_id, shown.state, shown.prompt_tokens, shown.tokens) == ("a", "queued", 10, 0)
-    assert shown.holds == ()
+def test_devices_say_what_they_hold(started: Started) -> None:
+    running = started("smollm2", "2x1", "1x2")
+    stats, limits = running.engine.stats(), running.engine.limits
+    for pool, planned in zip(stats.pools, limits.pools, strict=True):
+        assert (pool.role, pool.weight_bytes, pool.kv_bytes) == (planned.role, planned.weight_bytes, planned.kv_bytes)
+        assert pool.free_bytes is None, "the CPU does not say"
+    assert stats.startup_s["start"] >= stats.startup_s["loading weights"] > 0
 
 
-def test_a_prompt_fills_pages_in_both_pools_and_then_has_those_of_the_decode_pool(seq: Sequence) -> None:
-    prefill, decode, places = caches()
-    seq.move(State.PREFILLING)
-    seq.prefill_lease, seq.decode_lease = prefill.acquire(seq.chain, 3), decode.acquire(seq.chain, 5, whole=True)
-    seq.cached, seq.landed_pages = 8, 1
-    shown = read_sequence(seq, places)
-    assert shown.computed == 8
-    assert shown.holds == (
-        Hold(role="prefill", pool=0, replica=0, pages=3, filled=2),
-        Hold(role="decode", pool=1, replica=3, pages=5, filled=1),
-    )
-
-    assert seq.prefill_lease is not None
-    seq.prefill_lease.release()
-    seq.outputs.append(7)
-    seq.move(State.OFFERED)
-    assert read_sequence(seq, places).holds == (Hold(role="decode", pool=1, replica=3, pages=5, filled=1),)
-
-    seq.move(State.DECODING)
-    seq.outputs += [7] * 6
-    seq.cached = 16
-    shown = read_sequence(seq, places)
-    assert (shown.state, shown.computed, shown.tokens) == ("decoding", 10, 7)
-    assert shown.holds == (Hold(role="decode", pool=1, replica=3, pages=5, filled=4),)
-
-    seq.move(State.FINISHED)
-    seq.release()
-    assert read_sequence(seq, places).holds == ()
+def test_pages_for_prompts_on_their_way_are_pinned(started: Started) -> None:
+    running = started("smollm2", "1x1", "1x2")
+    seen: list[int] = []
+    running.on_token = lambda event: seen.append(sum(r.pinned_pages for r in running.engine.stats().replicas))
+    running.submit("one", list(range(23, 123)), max_tokens=3)
+    running.wait()
+    assert seen[0] >= 7, "its first token is out, and it does not decode yet"
+    assert seen[-1] == 0
+    running.assert_at_baseline()
 
 
-def test_one_lease_for_both_stages_counts_once(seq: Sequence) -> None:
-    mixed = PrefixCache(8, 2, PAGE)
-    seq.move(State.PREFILLING)
-    seq.prefill_lease = seq.decode_lease = mixed.acquire(seq.chain, 3)
-    seq.cached = 10
-    hold = Hold(role="mixed", pool=0, replica=1, pages=3, filled=3)
-    assert read_sequence(seq, {mixed: ("mixed", 0, 1)}).holds == (hold,)
+def test_a_failed_hand_off_is_counted_by_its_reason(started: Started, monkeypatch: pytest.MonkeyPatch) -> None:
+    running = started("smollm2", "1x1", "1x2")
+    before = dict(running.engine.stats().handoff_failures)
+    transport = running.engine._transport
+    with monkeypatch.context() as patch:
+        patch.setattr(transport, "offer", lambda *asked: asked[-1](None, RuntimeError("the link is down")))
+        running.submit("bad", list(range(33, 133)), max_tokens=3)
+        running.wait()
+    after = running.assert_at_baseline().handoff_failures
+    assert after == {**before, "copy": before.get("copy", 0) + 1}
 
 
-def test_what_the_prefix_cache_remembers_is_no_difference() -> None:
-    def stats(cached: int) -> EngineStats:
-        replica = ReplicaStats(
-            role="mixed", pool=0, replica=0, free_pages=8, num_pages=8, free_slots=2, num_slots=2, cached_pages=cached
-        )
-        return EngineStats(states={}, replicas=(replica,), staging_bytes=0)
+def test_every_watcher_hears_of_every_program_until_it_stops() -> None:
+    one: list[float] = []
+    other: list[float] = []
+    stop_one, stop_other = compiles.watch(one.append), compiles.watch(other.append)
+    compiles.compiled(1.0)
+    stop_one()
+    compiles.compiled(2.0)
+    stop_one()
+    stop_other()
+    compiles.compiled(3.0)
+    assert (one, other) == ([1.0], [1.0, 2.0])
 
-    assert stats(0) == stats(5), "an engine that has answered everything is at its baseline"
+
+def test_xla_is_heard_in_whatever_thread_it_compiles(compilations: Any) -> None:
+    import jax
+
+    import jaxpd.startup  # noqa: F401  (registers the listener)
+
+    heard: list[float] = []
+    stop = compiles.watch(heard.append)
+    before = compilations.count
+    jax.jit(lambda x: x * 3 + 1)(jax.numpy.arange(17))
+    stop()
+    assert len(heard) == compilations.count - before >= 1 and all(seconds > 0 for seconds in heard)
+
+
+def test_stages_are_timed_and_passed_on() -> None:
+    notes: list[str] = []
+
+    class Shown(SilentProgress):
+        def note(self, text: str) -> None:
+            notes.append(text)
+
+    progress = TimedProgress(Shown())
+    for _ in range(2):
+        with progress.stage("loading", total=1.0, unit="bytes") as stage:
+            stage.advance(1.0)
+    with pytest.raises(ValueError), progress.stage("failing"):
+        raise ValueError
+    progress.note("a word")
+    assert set(progress.seconds) == {"loading"} and progress.seconds["loading"] > 0 and notes == ["a word"]

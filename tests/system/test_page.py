@@ -5,26 +5,19 @@ Needs `pip install 'jaxpd[page-test]'` (Playwright) and a Chromium of the system
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-import dataclasses
 import importlib.util
 import json
 import pathlib
 import re
 import shutil
 import sys
-import threading
 from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
 
 import pytest
 
-from jaxpd.errors import Internal
 from serving.callers import Caller, Keys
-from serving.gateway import Gateway
-from serving.http.front import HttpFront
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="the page is tested with Playwright: jaxpd[page-test]")
 CHROMIUM = next((found for name in ("chromium", "chromium-browser") if (found := shutil.which(name))), None)
@@ -32,74 +25,22 @@ if CHROMIUM is None:
     pytest.skip("the page is tested in Chromium, and there is none (apt-get install chromium)", allow_module_level=True)
 
 expect = sync_api.expect
-SERVING_TESTS = pathlib.Path(__file__).parent.parent / "serving"
-STEP_S = 0.03
 DESKTOP, PHONE = {"width": 1280, "height": 860}, {"width": 360, "height": 740}
 
 
-def load(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, SERVING_TESTS / f"{name}.py")
+def load_server() -> ModuleType:
+    """tests/system/page_server.py"""
+    path = pathlib.Path(__file__).parent / "page_server.py"
+    spec = importlib.util.spec_from_file_location("page_server", path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses look their module up
+    sys.modules["page_server"] = module  # dataclasses look their module up
     spec.loader.exec_module(module)
     return module
 
 
-@dataclasses.dataclass
-class Site:
-    """A server in a thread."""
-
-    url: str
-    gateway: Gateway
-    engine: Any
-    call: Any  # runs a function on the server's loop
-    open: Any
-
-
-@contextlib.contextmanager
-def serving(*, keys: Keys | None = None, chat_template: bool = True, opened: bool = True) -> Iterator[Site]:
-    scripted, staged = load("scripted_engine"), load("staged_engine")
-    ready, loop = threading.Event(), asyncio.new_event_loop()
-    site: dict[str, Any] = {}
-
-    async def main() -> None:
-        gateway = Gateway()
-        engine = staged.staged_engine(scripted)(
-            gateway.on_events, step_s=STEP_S, fail_with=Internal("the device fell over")
-        )
-        engine.start()
-        tokenizer = scripted.byte_tokenizer()
-        if not chat_template:
-            tokenizer = type(tokenizer)(tokenizer.backend, special_tokens={"eos_token": "</s>"})
-        model = dataclasses.replace(scripted.served_model(tokenizer, 1024), mode="disaggregated")
-        if opened:
-            gateway.open(engine, model)
-        front = HttpFront(gateway, keys=keys)
-        port, stop = front.bind("127.0.0.1", 0), asyncio.Event()
-        await front.start()
-        await front.set_ready(opened)
-        site["it"] = Site(
-            f"http://127.0.0.1:{port}/", gateway, engine, loop.call_soon_threadsafe, lambda: gateway.open(engine, model)
-        )
-        site["stop"] = stop.set
-        ready.set()
-        await stop.wait()
-        gateway.close_doors()
-        gateway.abort_all()
-        await gateway.idle(5)
-        await front.stop(1)
-        engine.close()
-
-    thread = threading.Thread(target=lambda: loop.run_until_complete(main()), daemon=True)
-    thread.start()
-    assert ready.wait(20)
-    try:
-        yield site["it"]
-    finally:
-        loop.call_soon_threadsafe(site["stop"])
-        thread.join(20)
-        loop.close()
+server = load_server()
+serving, STEP_S = server.serving, server.STEP_S
 
 
 @pytest.fixture(scope="module")
@@ -111,7 +52,7 @@ def browser() -> Iterator[Any]:
 
 
 @pytest.fixture(scope="module")
-def site() -> Iterator[Site]:
+def site() -> Iterator[Any]:
     with serving() as it:
         yield it
 
@@ -139,6 +80,11 @@ def open_page(browser: Any, request: pytest.FixtureRequest) -> Iterator[Any]:
     assert not wrong
 
 
+def probe(name: str) -> str:
+    """A function that looks at the page from inside."""
+    return (pathlib.Path(__file__).parent / "page_probes" / f"{name}.js").read_text()
+
+
 def known(message: str) -> bool:
     """What the browser notes by itself of answers above 399 and of connections that end, which are asked for here."""
     return message.startswith("Failed to load resource")
@@ -164,7 +110,7 @@ def done(page: Any) -> None:
 # -- the chat
 
 
-def test_an_answer_streams_in_as_it_is_made(site: Site, open_page: Any) -> None:
+def test_an_answer_streams_in_as_it_is_made(site: Any, open_page: Any) -> None:
     page = open_page(site.url)
     expect(page.locator("#model")).to_have_text("bytes · disaggregated")
     ask(page, "hello", max_tokens="40")
@@ -178,7 +124,7 @@ def test_an_answer_streams_in_as_it_is_made(site: Site, open_page: Any) -> None:
     expect(page.locator("#status")).to_have_text("The answer is complete: 40 tokens.")
 
 
-def test_a_conversation_goes_on_and_a_new_one_starts_empty(site: Site, open_page: Any) -> None:
+def test_a_conversation_goes_on_and_a_new_one_starts_empty(site: Any, open_page: Any) -> None:
     page = open_page(site.url)
     page.locator("#options summary").click()
     page.locator("#system").fill("be brief")
@@ -198,7 +144,7 @@ def test_a_conversation_goes_on_and_a_new_one_starts_empty(site: Site, open_page
     assert (last.params.max_tokens, last.params.seed, last.params.temperature) == (4, 7, 0.5)
 
 
-def test_stop_ends_the_answer_in_the_engine_too(site: Site, open_page: Any) -> None:
+def test_stop_ends_the_answer_in_the_engine_too(site: Any, open_page: Any) -> None:
     page = open_page(site.url)
     aborts = len(site.engine.aborts)
     ask(page, "a long one", max_tokens="500")
@@ -211,7 +157,7 @@ def test_stop_ends_the_answer_in_the_engine_too(site: Site, open_page: Any) -> N
     expect(page.locator("#timeline-note")).to_contain_text("As the page saw it")
 
 
-def test_text_of_the_model_is_never_markup(site: Site, open_page: Any) -> None:
+def test_text_of_the_model_is_never_markup(site: Any, open_page: Any) -> None:
     page = open_page(site.url)
     ask(page, "<img src=x onerror=alert(1)><b>x</b>", max_tokens="60")
     done(page)
@@ -228,7 +174,7 @@ def test_a_model_without_a_chat_template_goes_on_with_the_text(open_page: Any) -
         expect(answer(page).locator(".body")).to_have_text("abcabc")
 
 
-def test_reasoning_is_folded_away(site: Site, open_page: Any) -> None:
+def test_reasoning_is_folded_away(site: Any, open_page: Any) -> None:
     page = open_page(site.url)
     deltas = [{"role": "assistant", "reasoning_content": "hm, "}, {"reasoning_content": "<i>two</i>"}, {"content": "2"}]
     chunks = [{"id": "chatcmpl-1", "choices": [{"index": 0, "delta": delta}]} for delta in deltas]
@@ -246,7 +192,7 @@ def test_reasoning_is_folded_away(site: Site, open_page: Any) -> None:
     expect(thought).to_have_text("hm, <i>two</i>")
 
 
-def test_a_full_queue_says_when_to_come_again(site: Site, open_page: Any) -> None:
+def test_a_full_queue_says_when_to_come_again(site: Any, open_page: Any) -> None:
     page = open_page(site.url)
     site.engine.max_queued = 0
     try:
@@ -260,13 +206,13 @@ def test_a_full_queue_says_when_to_come_again(site: Site, open_page: Any) -> Non
 # -- the picture and the timeline
 
 
-def test_the_meshes_fill_and_the_request_crosses(site: Site, open_page: Any) -> None:
+def test_the_meshes_fill_and_the_request_crosses(site: Any, open_page: Any) -> None:
     page = open_page(site.url)
     expect(page.locator(".mesh.prefill .badge")).to_have_text("2×1")
     expect(page.locator(".mesh.decode .badge")).to_have_text("1×2")
     assert page.locator(".mesh.prefill .chip").count() == 2
     assert page.locator(".mesh.decode .replica").count() == 2
-    page.evaluate(WATCH)
+    page.evaluate(probe("watch"))
     site.engine.step_s = 0.2  # slower than the readings, so that each stage is seen
     try:
         ask(page, "watch this one cross from mesh to mesh", max_tokens="10")
@@ -284,7 +230,7 @@ def test_the_meshes_fill_and_the_request_crosses(site: Site, open_page: Any) -> 
     expect(page.locator("#totals")).to_have_text("0 running · 0 queued")
 
 
-def test_the_timeline_shows_every_stage_of_the_answer(site: Site, open_page: Any) -> None:
+def test_the_timeline_shows_every_stage_of_the_answer(site: Any, open_page: Any) -> None:
     page = open_page(site.url)
     ask(page, "where does the time go", max_tokens="20")
     done(page)
@@ -316,7 +262,7 @@ def test_the_timeline_shows_every_stage_of_the_answer(site: Site, open_page: Any
 # -- what goes wrong
 
 
-def test_an_error_of_the_server_is_told_in_words(site: Site, open_page: Any) -> None:
+def test_an_error_of_the_server_is_told_in_words(site: Any, open_page: Any) -> None:
     page = open_page(site.url)
     ask(page, "too much", max_tokens="5000")
     alert = answer(page).get_by_role("alert")
@@ -377,7 +323,7 @@ def test_a_key_is_asked_for_kept_in_the_tab_and_sent_along(open_page: Any) -> No
 # -- everybody can use it
 
 
-def test_the_keyboard_is_enough(site: Site, open_page: Any) -> None:
+def test_the_keyboard_is_enough(site: Any, open_page: Any) -> None:
     page = open_page(site.url)
     page.keyboard.press("Tab")
     expect(page.locator(".skip")).to_be_focused()
@@ -403,7 +349,7 @@ def test_the_keyboard_is_enough(site: Site, open_page: Any) -> None:
         assert any(wanted in (name or "") for name in reached) or wanted == "summary", (wanted, reached)
 
 
-def test_it_fits_a_phone(site: Site, open_page: Any) -> None:
+def test_it_fits_a_phone(site: Any, open_page: Any) -> None:
     page = open_page(site.url, viewport=PHONE, has_touch=True, is_mobile=True)
     ask(page, "on the phone, with-a-word-that-is-much-longer-than-the-screen-is-wide-" + "x" * 80, max_tokens="150")
     expect(page.locator(".mesh.decode .dot")).to_be_visible()
@@ -418,57 +364,19 @@ def test_it_fits_a_phone(site: Site, open_page: Any) -> None:
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_text_can_be_read_in_both_schemes(site: Site, open_page: Any, scheme: str) -> None:
+def test_text_can_be_read_in_both_schemes(site: Any, open_page: Any, scheme: str) -> None:
     page = open_page(site.url, color_scheme=scheme)
     ask(page, "colours", max_tokens="8")
     done(page)
     assert page.evaluate("matchMedia('(prefers-color-scheme: dark)').matches") is (scheme == "dark")
-    ratios = page.evaluate(CONTRASTS)
+    ratios = page.evaluate(probe("contrasts"))
     low = {text: ratio for text, ratio in ratios.items() if ratio < 4.5}
     assert len(ratios) > 20 and not low
 
 
-def test_who_wants_no_motion_gets_none(site: Site, open_page: Any) -> None:
+def test_who_wants_no_motion_gets_none(site: Any, open_page: Any) -> None:
     page = open_page(site.url, reduced_motion="reduce")
     ask(page, "stand still", max_tokens="30")
     expect(page.locator(".dot.decode")).to_be_visible()
     assert page.evaluate("document.getAnimations().length") == 0
     done(page)
-
-
-# Notes where the dots are and how many pages are one's own, whenever the picture changes.
-WATCH = """() => {
-  const seen = window.seen = {places: [], prefill: [], decode: [], filled: []};
-  const note = (list, value) => { if (value && list.at(-1) !== value) list.push(value); };
-  const count = (selector) => document.querySelectorAll(selector).length;
-  new MutationObserver(() => {
-    for (const dot of document.querySelectorAll('.dot')) note(seen.places, dot.closest('.stage, .mesh')?.classList[1]);
-    for (const role of ['prefill', 'decode']) note(seen[role], count(`.mesh.${role} .cell.mine`));
-    note(seen.filled, count('.mesh .cell.filled.mine'));
-  }).observe(document.querySelector('#picture'), {subtree: true, childList: true, attributes: true});
-}"""
-
-# The contrast of every text with what is behind it, as WCAG counts it.
-CONTRASTS = """() => {
-  const canvas = document.createElement('canvas').getContext('2d', {willReadFrequently: true});
-  const rgba = (colour) => {
-    canvas.clearRect(0, 0, 1, 1); canvas.fillStyle = colour; canvas.fillRect(0, 0, 1, 1);
-    return canvas.getImageData(0, 0, 1, 1).data;
-  };
-  const luminance = ([r, g, b]) => [r, g, b].map((v) => v / 255).map((v) => v <= 0.03928 ? v / 12.92 :
-    ((v + 0.055) / 1.055) ** 2.4).reduce((sum, v, i) => sum + v * [0.2126, 0.7152, 0.0722][i], 0);
-  const found = {};
-  const walker = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
-  while (walker.nextNode()) {
-    const text = walker.currentNode.data.trim();
-    const owner = walker.currentNode.parentElement;
-    if (!text || !owner.checkVisibility() || owner.closest('.unseen, .skip, .tip, noscript')) continue;
-    const style = getComputedStyle(owner);
-    let behind = owner;
-    while (behind && rgba(getComputedStyle(behind).backgroundColor)[3] < 255) behind = behind.parentElement;
-    const [a, b] = [owner instanceof SVGElement ? style.fill : style.color, getComputedStyle(behind).backgroundColor]
-      .map((colour) => luminance(rgba(colour)));
-    found[`${owner.className.baseVal ?? owner.className} ${text}`] = (Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05);
-  }
-  return found;
-}"""

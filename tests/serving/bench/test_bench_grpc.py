@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import pathlib
 from collections.abc import Callable
@@ -48,6 +47,17 @@ def test_lengths_shared_prefixes_and_usage(served: Callable[..., Any]) -> None:
     assert outcome.about.model == "bytes" and outcome.about.max_model_len == 4096
     asked = [request.prompt_ids for request in engine.submitted[1:]]  # after the warm-up
     assert len({tuple(ids[:20]) for ids in asked}) == 1 and len({tuple(ids) for ids in asked}) == 12
+
+
+def test_messages_of_several_tokens_say_so(served: Callable[..., Any]) -> None:
+    outcome, _ = bench(
+        served,
+        {"step_s": 0.0},  # faster than anybody reads
+        workload=Workload(input_len=Lengths("fixed", 9), output_len=Lengths("fixed", 200)),
+        arrivals=Arrivals(num_requests=3, concurrency=1),
+    )
+    summary = outcome.probes[0].summary
+    assert summary.tokens_per_message > 1.2 and summary.without_itl == 0 and summary.itl_s.count == 3 * 199
 
 
 def test_refusals_and_errors_are_failures_of_their_kind(served: Callable[..., Any]) -> None:
@@ -125,7 +135,9 @@ def test_no_server_and_options_of_the_other_protocol(served: Callable[..., Any])
     plan = Plan(target=Target(backend="grpc", address="127.0.0.1:1"))
     with pytest.raises(Unavailable, match="127.0.0.1:1"):
         asyncio.run(measure(plan, SilentProgress(), asyncio.Event()))
-    with pytest.raises(FailedPrecondition, match="--extra-body"), contextlib.suppress(Unavailable):
+    with pytest.raises(InvalidArgument, match="--model other: .* serves bytes"):
+        bench(served, {}, target={"model": "other"})
+    with pytest.raises(FailedPrecondition, match="--extra-body"):
         bench(served, {}, target={"extra_body": {"top_p": 1}})
 
 

@@ -24,6 +24,7 @@ def read(*chunks: bytes) -> list[str]:
         (b": ping\n\ndata: a\n: in between\n\n: ping\n\n", ["a"]),
         (b"event: x\nid: 7\nretry: 10\ndata: a\n\n", ["a"]),
         (b"data: a\ndata: b\n\n", ["a\nb"]),
+        (b"data: a\r\ndata: b\r\n\r\n", ["a\nb"]),  # cut between CR and LF, this is no empty line
         (b"data:a\n\ndata:  b\n\n", ["a", " b"]),  # one space belongs to the field, a second to the data
         (b"data\n\n", [""]),
         (b"\xef\xbb\xbfdata: a\n\n", ["a"]),
