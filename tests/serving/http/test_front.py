@@ -17,6 +17,7 @@ from jaxpd.errors import FailedPrecondition, InvalidArgument
 from serving.gateway import Gateway
 from serving.http.front import HttpFront
 from serving.observer import Origin
+from serving.ports import listening_sockets
 
 COMPLETIONS = "/v1/completions"
 LONG = {"prompt": "abc", "max_tokens": 2000}
@@ -195,6 +196,15 @@ def test_request_ids(http_served: Callable[..., Any]) -> None:
     asyncio.run(run())
 
 
+def test_clients_that_vanish_are_asked_after() -> None:
+    (sock,) = listening_sockets("127.0.0.1", 0, "--port")
+    with sock, socket.create_connection(sock.getsockname()) as client:
+        accepted, _ = sock.accept()
+        with accepted:
+            assert accepted.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+            assert not client.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+
+
 def test_no_signal_is_touched(http_served: Callable[..., Any]) -> None:
     import signal
 
@@ -233,9 +243,9 @@ def test_where_a_request_came_from(http_served: Callable[..., Any], monkeypatch:
         async with http_served() as running:
             for path, body in ((COMPLETIONS, {"prompt": "a"}), ("/v1/chat/completions", CHAT)):
                 for stream_ in (False, True):
-                    body = {**body, "max_tokens": 1, "stream": stream_}
                     headers = {"traceparent": parent, "cookie": "secret"}
-                    assert (await running.post(path, body, **headers)).status_code == 200
+                    asked = {**body, "max_tokens": 1, "stream": stream_}
+                    assert (await running.post(path, asked, **headers)).status_code == 200
 
     asyncio.run(run())
     assert [(origin.front, origin.operation) for origin in origins] == [("http", "completion")] * 2 + [
