@@ -110,8 +110,9 @@ class Connection(HttpToolsProtocol):
             if self._waits_for == "end":
                 self.transport.abort()
                 return
-            answered = self._waits_for == "idle" or (self.cycle is not None and self.cycle.response_started)
-            if answered or (self._waits_for == "head" and self._spare == self.options.max_head_bytes):
+            silent = self._waits_for == "head" and self._spare == self.options.max_head_bytes
+            answered = self._waits_for == "body" and self.cycle.response_started
+            if silent or answered or self._waits_for == "idle":
                 self.transport.close()
             else:
                 limit = self.options.head_s if self._waits_for == "head" else self.options.body_s
@@ -158,4 +159,7 @@ async def close_late_ones(connections: Iterable[Any]) -> None:
         await asyncio.sleep(SWEEP_S)
         now = time.monotonic()
         for connection in list(connections):
-            connection.close_if_late(now)
+            try:
+                connection.close_if_late(now)
+            except Exception:  # of one connection must not let all others stay for ever
+                logger.exception("a connection could not be looked at")

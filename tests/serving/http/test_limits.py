@@ -71,6 +71,9 @@ def test_a_head_that_drips_in(http_served: Callable[..., Any]) -> None:
             assert (status, error["code"]) == (408, "request_timeout")
             assert "head did not arrive within 0.4 s" in error["message"]
             assert time.monotonic() - began < 2
+            health = b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n"
+            answers = await answer_to(running.port, health, *drips, pause_s=0.05)
+            assert answers.startswith(b"HTTP/1.1 200") and b"HTTP/1.1 408" in answers
 
     asyncio.run(run())
 
