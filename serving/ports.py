@@ -73,6 +73,7 @@ def listening_sockets(host: str, port: int, flag: str) -> list[socket.socket]:
             family = socket.AF_INET6 if ":" in address else socket.AF_INET
             sock = undo.enter_context(socket.socket(family, socket.SOCK_STREAM))
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            _ask_after_the_silent(sock)
             if family == socket.AF_INET6:
                 sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
             try:
@@ -84,6 +85,15 @@ def listening_sockets(host: str, port: int, flag: str) -> list[socket.socket]:
             bound.append(sock)
         undo.pop_all()
     return bound
+
+
+def _ask_after_the_silent(sock: socket.socket) -> None:
+    """Makes the system find out about clients that vanished without a word, in two minutes; what is accepted inherits
+    it."""
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in (("TCP_KEEPIDLE", 60), ("TCP_KEEPINTVL", 20), ("TCP_KEEPCNT", 3)):
+        if hasattr(socket, option):  # not on every system
+            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
 
 
 def bind_error(host: str, address: str, port: int, flag: str = GRPC) -> FailedPrecondition:

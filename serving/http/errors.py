@@ -17,7 +17,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import Response
 from starlette.exceptions import HTTPException
 
-from jaxpd.errors import Internal, JaxpdError, NotFound, ResourceExhausted, TooLong
+from jaxpd.errors import JaxpdError, NotFound, ResourceExhausted, TooLong
 
 logger = logging.getLogger(__name__)
 
@@ -211,8 +211,3 @@ def _first_fault(faults: Sequence[Any], request: Request) -> tuple[str | None, s
 def _is_branch(part: str) -> bool:
     """Whether it names a branch of a union rather than a field: pydantic writes both."""
     return "[" in part or part in ("str", "int", "float", "bool")
-
-
-def internal(request_id: str, what: str) -> Internal:
-    """A bug found where an error is still to be sent as part of an answer."""
-    return Internal(f"{what}; the server's log says more under request {request_id}")

@@ -28,7 +28,6 @@ from serving.http.ready import Ready
 if TYPE_CHECKING:
     from serving.tls import Tls
 
-BACKLOG = 1024
 LAST_WORDS_S = 1.0  # for tasks that were cancelled to end
 
 

@@ -16,9 +16,12 @@ import pytest
 from jaxpd.errors import FailedPrecondition, InvalidArgument
 from serving.gateway import Gateway
 from serving.http.front import HttpFront
+from serving.observer import Origin
+from serving.ports import listening_sockets
 
 COMPLETIONS = "/v1/completions"
 LONG = {"prompt": "abc", "max_tokens": 2000}
+CHAT = {"messages": [{"role": "user", "content": "hi"}]}
 
 
 async def until(true: Callable[[], Any], within_s: float = 5.0) -> None:
@@ -193,6 +196,15 @@ def test_request_ids(http_served: Callable[..., Any]) -> None:
     asyncio.run(run())
 
 
+def test_clients_that_vanish_are_asked_after() -> None:
+    (sock,) = listening_sockets("127.0.0.1", 0, "--port")
+    with sock, socket.create_connection(sock.getsockname()) as client:
+        accepted, _ = sock.accept()
+        with accepted:
+            assert accepted.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+            assert not client.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+
+
 def test_no_signal_is_touched(http_served: Callable[..., Any]) -> None:
     import signal
 
@@ -211,5 +223,68 @@ def test_a_name_takes_all_its_addresses(http_served: Callable[..., Any]) -> None
         await front.start()
         socket.create_connection(("127.0.0.1", port), timeout=1).close()
         await front.stop(0)
+
+    asyncio.run(run())
+
+
+def test_where_a_request_came_from(http_served: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Traces begin with the caller's context, and metrics count by front and operation."""
+    origins: list[Origin] = []
+    stream = Gateway.stream
+
+    def noting(self: Gateway, asked: Any, origin: Origin) -> Any:
+        origins.append(origin)
+        return stream(self, asked, origin)
+
+    monkeypatch.setattr(Gateway, "stream", noting)
+    parent = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+
+    async def run() -> None:
+        async with http_served() as running:
+            for path, body in ((COMPLETIONS, {"prompt": "a"}), ("/v1/chat/completions", CHAT)):
+                for stream_ in (False, True):
+                    headers = {"traceparent": parent, "cookie": "secret"}
+                    asked = {**body, "max_tokens": 1, "stream": stream_}
+                    assert (await running.post(path, asked, **headers)).status_code == 200
+
+    asyncio.run(run())
+    assert [(origin.front, origin.operation) for origin in origins] == [("http", "completion")] * 2 + [
+        ("http", "chat")
+    ] * 2
+    assert all(dict(origin.headers) == {"traceparent": parent} for origin in origins)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_request_that_somebody_ends(http_served: Callable[..., Any], stream: bool) -> None:
+    async def run() -> None:
+        async with http_served(step_s=0.02) as running:
+            body = {**LONG, "stream": stream}
+            asking = asyncio.ensure_future(running.post(COMPLETIONS, body, **{"x-request-id": "mine"}))
+            await until(lambda: running.engine.running)
+            await asyncio.sleep(0.1)
+            assert running.gateway.abort("mine")
+            answer = await asking
+            assert answer.status_code == 200
+            assert '"finish_reason":"abort"' in answer.text.replace(": ", ":")
+
+    asyncio.run(run())
+
+
+def test_many_clients_at_once(http_served: Callable[..., Any]) -> None:
+    """Nobody is dropped, whoever comes while all others are being answered."""
+
+    async def run() -> None:
+        async with http_served(max_queued=1000, step_s=0.005) as running:
+            body = b'{"prompt": "abcde", "max_tokens": 40, "stream": true}'
+
+            async def ask() -> bytes:
+                reader, writer = await asyncio.open_connection("127.0.0.1", running.port)
+                writer.write(raw_request(body, b"connection: close"))
+                answer = await reader.read()
+                writer.close()
+                return answer
+
+            answers = await asyncio.gather(*(ask() for _ in range(200)))
+            assert all(answer.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n") for answer in answers)
 
     asyncio.run(run())
