@@ -160,7 +160,7 @@ def test_flags_of_the_engine_reach_its_configuration(monkeypatch: pytest.MonkeyP
         raise KeyboardInterrupt
 
     monkeypatch.setattr(backends, "local", lambda model, progress, config: catch(EngineConfig(**config)))
-    monkeypatch.setattr(serve, "_run", lambda model, config, **_: catch(config))
+    monkeypatch.setattr(serve, "_run", lambda model, config, *_, **more: catch(config))
     flags = ("--reserve-tokens", "7", "--local-prefill", "33", "--step-timeout", "1.5")
     assert run("serve", *flags).exit_code == run("generate", "--prompt", "a", *flags).exit_code == 130
     assert run("serve").exit_code == 130
@@ -217,3 +217,26 @@ def test_the_command_name_can_be_typed(tmp_path: pathlib.Path, monkeypatch: pyte
     monkeypatch.chdir(tmp_path / "elsewhere")
     monkeypatch.setenv("PATH", str(tmp_path))
     assert command_name() == str(command)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--port", "70000"], "--port 70000 must be between 0"),
+        (["--grpc-port", "-1"], "--grpc-port -1 must be between 0"),
+        (["--no-http", "--no-grpc"], "--no-http and --no-grpc leave nothing"),
+        (["--port", "50051"], "--port 50051 and --grpc-port 50051 are the same"),
+        (["--salt-by-key"], "--salt-by-key keeps the prefix caches of API keys apart, and there are none"),
+        (["--log-format", "xml"], "--log-format xml must be one of text, json"),
+        (["--api-key-file", "/nowhere/keys.toml"], "--api-key-file /nowhere/keys.toml cannot be read"),
+        (["--ssl-certfile", "x.pem"], "--ssl-keyfile"),
+        (["--served-model-name", ""], "--served-model-name '' must be printable"),
+        (["--shutdown-timeout", "-1"], "--shutdown-timeout -1.0 must be 0"),
+    ],
+)
+def test_wrong_flags_of_the_server_are_named_before_a_model_is_fetched(
+    flags: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    result = run("serve", "/nowhere/model", *flags)
+    assert result.exit_code == 2
+    assert message in result.output.replace("\n", " ")
