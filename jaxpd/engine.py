@@ -17,6 +17,7 @@ A sequence ends in exactly one place, `finish`, and whatever it owned is free wh
 
 from __future__ import annotations
 
+import gc
 import logging
 import threading
 import time
@@ -124,7 +125,11 @@ class Engine:
         self._transport.close()
         for pool in self._pools:
             pool.close()
-        self._pools = []
+        # Whoever still holds the engine must not hold weights and pages with it; pools and engine know each other, so
+        # that only the collector ends them.
+        self._pools, self._watchdog = [], None
+        self._reservations = Reservations(self.limits, [], [], self._transport)
+        gc.collect()
 
     # requests -----------------------------------------------------------------------------------------------------
 

@@ -12,8 +12,12 @@ import jax
 import numpy as np
 import pytest
 
+from jaxpd.checkpoints import resolve
+from jaxpd.config import EngineConfig
 from jaxpd.device import PoolDevice
+from jaxpd.engine import Engine
 from jaxpd.errors import InvalidArgument, ResourceExhausted, Unavailable
+from jaxpd.progress import SilentProgress
 from jaxpd.request import FinishReason, Request, SamplingParams
 from jaxpd.sampling import Sampled
 
@@ -293,3 +297,19 @@ def test_close_ends_running_requests(started: Started) -> None:
     answers = [running.submit(f"r{i}", PROMPTS["len100"]["prompt_ids"], max_tokens=60) for i in range(5)]
     running.engine.close()
     assert all(a.finish.reason is FinishReason.ABORT for a in answers)
+
+
+def test_a_closed_engine_holds_no_device_memory(tiny_folders: dict[str, Any]) -> None:
+    def held() -> int:
+        return sum(array.nbytes for array in jax.live_arrays())
+
+    before = held()
+    config = EngineConfig(prefill_mesh="1x1", decode_mesh="1x1", max_model_len=64, precompile=False)
+    engine = Engine(resolve(str(tiny_folders["smollm2"]), progress=SilentProgress()), config, on_events=lambda _: None)
+    engine.start()
+    assert held() > before + 1_000_000
+    engine.close()
+    assert held() <= before
+    engine.close()
+    with pytest.raises(Unavailable, match="closed"):
+        engine.submit(Request(request_id="late", prompt_ids=(3,), params=SamplingParams(), arrival_s=0.0))
