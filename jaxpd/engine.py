@@ -123,11 +123,11 @@ class Engine:
         if self._watchdog is not None:
             self._watchdog.close()
         self._transport.close()
-        for pool in self._pools:
-            pool.close()
+        while self._pools:
+            self._pools.pop().close()
         # Whoever still holds the engine must not hold weights and pages with it; pools and engine know each other, so
         # that only the collector ends them.
-        self._pools, self._watchdog = [], None
+        self._watchdog = None
         self._reservations = Reservations(self.limits, [], [], self._transport)
         gc.collect()
 

@@ -312,4 +312,4 @@ def test_a_closed_engine_holds_no_device_memory(tiny_folders: dict[str, Any]) ->
     assert held() <= before
     engine.close()
     with pytest.raises(Unavailable, match="closed"):
-        engine.submit(Request(request_id="late", prompt_ids=(3,), params=SamplingParams(), arrival_s=0.0))
+        engine.submit(Request(request_id="late", prompt_ids=(3,), params=SamplingParams(max_tokens=2), arrival_s=0.0))

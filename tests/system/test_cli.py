@@ -88,7 +88,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
 
 @pytest.fixture(scope="module")
 def server(cache: pathlib.Path) -> Iterator[Server]:
-    with serving(MODEL, "--grpc-port", 0, "--compile-cache", cache, *SMALL) as running:
+    with serving(MODEL, "--no-http", "--grpc-port", 0, "--compile-cache", cache, *SMALL) as running:
         yield running
 
 
@@ -188,11 +188,11 @@ def test_a_refused_prompt_is_an_error_of_its_own(server: Server, tmp_path: pathl
 
 def test_errors_of_starting(server: Server, tmp_path: pathlib.Path) -> None:
     port = server.address.rpartition(":")[2]
-    in_use = run("serve", MODEL, "--grpc-port", port, code=2)
+    in_use = run("serve", MODEL, "--no-http", "--grpc-port", port, code=2)
     assert port in in_use.stderr and "in use" in in_use.stderr
     unknown = run("generate", tmp_path / "no-such-model", "--prompt", "a", code=2)
     assert "no-such-model" in unknown.stderr
-    big = run("serve", MODEL, "--grpc-port", 0, "--max-model-len", 256, "--kv-memory", 1, code=2)
+    big = run("serve", MODEL, "--no-http", "--grpc-port", 0, "--max-model-len", 256, "--kv-memory", 1, code=2)
     assert "--kv-memory" in big.stderr and "compiling" not in big.stderr
     with socket.create_server(("127.0.0.1", 0)) as nobody:
         free = nobody.getsockname()[1]
@@ -201,7 +201,7 @@ def test_errors_of_starting(server: Server, tmp_path: pathlib.Path) -> None:
 
 
 def test_sigterm_lets_a_running_answer_finish(cache: pathlib.Path) -> None:
-    with serving(MODEL, "--grpc-port", 0, "--compile-cache", cache, *SMALL) as server:
+    with serving(MODEL, "--no-http", "--grpc-port", 0, "--compile-cache", cache, *SMALL) as server:
         with popen(
             "generate", "--server", server.address, "--prompt-ids", "5", "--max-tokens", 60, "--ignore-eos"
         ) as client:
