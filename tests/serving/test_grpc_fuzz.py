@@ -26,6 +26,8 @@ from serving.proto.jaxpd.v1 import control_pb2
 from serving.proto.jaxpd.v1 import inference_pb2 as pb
 from serving.proto.open_inference import open_inference_pb2 as oip
 
+pytestmark = pytest.mark.heavy  # a thousand calls
+
 Served = Callable[..., Any]
 Random = random.Random
 AT_ONCE = 16

@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Iterator
 from types import ModuleType
+from typing import Any
 
 import httpx
 import pytest
@@ -36,7 +37,12 @@ def load(path: str) -> ModuleType:
 @pytest.fixture(scope="module")
 def server(tiny_folders: dict[str, pathlib.Path]) -> Iterator[BackgroundServer]:
     config = ServerConfig(port=0, grpc_port=0, served_names=("bytes",))
-    limits = {"max_model_len": 64, "max_num_seqs": 8, "max_num_batched_tokens": 32, "max_queued_requests": 200}
+    limits: dict[str, Any] = {
+        "max_model_len": 64,
+        "max_num_seqs": 8,
+        "max_num_batched_tokens": 32,
+        "max_queued_requests": 200,
+    }
     folder = str(tiny_folders["smollm2"])
     with BackgroundServer(folder, server_config=config, precompile=False, **limits) as running:
         with httpx.Client(base_url=running.url, timeout=120) as client:  # compiles what most requests need

@@ -8,6 +8,10 @@ import pathlib
 import subprocess
 import sys
 
+import pytest
+
+pytestmark = pytest.mark.heavy  # compiles the whole suite
+
 ROOT = pathlib.Path(__file__).parent.parent.parent
 SUITE = ROOT / "benchmarks" / "gpu_suite.py"
 

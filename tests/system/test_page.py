@@ -19,6 +19,8 @@ import pytest
 
 from serving.callers import Caller, Keys
 
+pytestmark = pytest.mark.heavy  # a browser
+
 sync_api = pytest.importorskip("playwright.sync_api", reason="the page is tested with Playwright: jaxpd[page-test]")
 CHROMIUM = next((found for name in ("chromium", "chromium-browser") if (found := shutil.which(name))), None)
 if CHROMIUM is None:

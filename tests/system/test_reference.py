@@ -18,6 +18,8 @@ import pytest
 
 from jaxpd import LLM, SamplingParams
 
+pytestmark = pytest.mark.heavy  # a model of 135 million parameters
+
 ROOT = pathlib.Path(__file__).parent.parent.parent
 REFERENCE = ROOT / "tests" / "data" / "reference"
 PAIRS = ("1x1/1x1", "8x1/1x8", "2x1/1x2", "4x1/2x2", "3x1/1x1", "1x2/4x1", "1x8/8x1")

@@ -18,6 +18,8 @@ from collections.abc import Iterator
 
 import pytest
 
+pytestmark = pytest.mark.heavy  # a server process
+
 ROOT = pathlib.Path(__file__).parents[2]
 MODEL = ROOT / "tests" / "data" / "tiny" / "smollm2"
 SMALL = ("--max-model-len", "64", "--max-num-seqs", "2", "--max-num-batched-tokens", "32")

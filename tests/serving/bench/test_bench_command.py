@@ -18,6 +18,8 @@ from typer.testing import CliRunner, Result
 from jaxpd.cli import bench_flags, main
 from jaxpd.errors import InvalidArgument
 
+pytestmark = pytest.mark.heavy  # it waits for delays that are known
+
 Start = Callable[..., str]
 
 

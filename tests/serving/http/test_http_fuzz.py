@@ -24,6 +24,8 @@ from serving.callers import Keys
 from serving.http.app import make_app
 from serving.http.front import HttpFront
 
+pytestmark = pytest.mark.heavy  # a thousand requests
+
 Opened = Callable[..., Any]
 Random = random.Random
 AT_ONCE = 16
