@@ -115,8 +115,8 @@ class Gateway:
         """The served model. Raises Unavailable until it is loaded."""
         if self._model is None:
             raise Unavailable(
-                "the server is starting (loading weights, compiling); try again when the health check of "
-                "jaxpd.v1.Inference says SERVING"
+                "the server is starting (loading weights, compiling); try again when its health check says that it is "
+                "ready: GET /health, or jaxpd.v1.Inference over gRPC"
             )
         return self._model
 
