@@ -1,6 +1,6 @@
 """What something will take, from what it took: seconds = fixed + per unit * units, learned one run at a time.
 
-    fit = Fit()  ->  fit.learn(units, seconds)  ->  another Fit, which remembers the last 50 or so  ->  fit.seconds(units)
+    Fit() -> fit.learn(units, seconds) -> another Fit, which remembers the last 50 or so -> fit.seconds(units)
 
 Old runs fade (each counts 2% less than the one after it), so that a worker that became slower is soon known to be so.
 One run that stalled (a stopped process, a lost packet) does not spoil it: what lies far above the estimate is cut down

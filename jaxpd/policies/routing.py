@@ -1,4 +1,4 @@
-"""Which worker takes a leg of a request: siblings with one signature, pure functions of a snapshot and one random number.
+"""Which worker takes a leg of a request: siblings with one signature, pure functions of a snapshot and a random number.
 
     policy(asked, workers, leg, draw) -> Choice | Refusal
 
@@ -15,12 +15,14 @@
     workers --candidates--> those that are ready, healthy, not full and not tried --policy--> one --Ledger--> charged
 
 `candidates` comes first in each, so none chooses a worker that drains. Where some have room now, only those are looked
-at; where none has, it is queued. Load is what the caller has charged at dispatch (jaxpd/routing/ledger.py), never what a
-worker reported a moment ago, or a burst piles up in one. Ties go to the longer prefix and then to the one chosen longest
-ago, never to the first: an idle cluster fills all its caches. `route` chooses both legs before either is called.
+at; where none has, it is queued. Load is what the caller has charged at dispatch (jaxpd/routing/ledger.py), never what
+a worker reported a moment ago, or a burst piles up in one. Ties go to the longer prefix and then to the one chosen
+longest ago, never to the first: an idle cluster fills all its caches. `route` chooses both legs before either is called.
 
 The naive form of early rejection swings: prefill is idle, all are let in, and decode is full when they get there
-(Mooncake, arXiv:2407.00079). Here a decode replica is charged at dispatch, so those on their way already count.
+(Mooncake, arXiv:2407.00079). Here a decode replica is charged at dispatch, so those on their way already count. And it
+can lock itself in: who refuses all learns nothing. So a replica that has computed nothing for `STALE_S` is no reason to
+refuse, nor is a decode replica that has nothing to do: one is let in, and shows what it takes.
 """
 
 from __future__ import annotations
@@ -50,6 +52,7 @@ from jaxpd.policies.workers import (
 AFFINITY_GAP = 8192
 AFFINITY_SHARE = 0.3  # of the prompt: a shorter hit is no reason to go anywhere (SGLang's gateway has the same)
 MISSING_WEIGHT = 0.5  # a token that must cross to a decode replica, in tokens of context that it holds: a guess
+STALE_S = 10.0  # without a prompt that ended there, until a replica's estimate is tried again
 SLACK = 1.0  # usual errors added to an estimate before it is held against a bound
 LEAST_RETRY_S = 0.1
 MOST_RETRY_S = 30.0
@@ -182,7 +185,7 @@ def load(replica: Replica, leg: Leg) -> int:
 
 
 def candidates(asked: Asked, workers: Sequence[Worker], leg: Leg) -> list[Candidate] | Refusal:
-    """Those that may be chosen for `leg`, never none: with room now if there are such, otherwise those that queue it."""
+    """Those that may be chosen for `leg`, at least one: with room now if any has, otherwise those that queue it."""
     roles = (Role.PREFILL, Role.MIXED) if leg is Leg.PREFILL else (Role.DECODE,)
     ours = [worker for worker in workers if worker.role in roles and worker.state is not State.GONE]
     ready = [worker for worker in ours if worker.state is State.READY]
@@ -273,7 +276,8 @@ def _prefill_estimates(asked: Asked, found: Sequence[Candidate]) -> Estimates | 
         first_s = max(queue_s, 0.0) + fit.seconds(missing)
         # Errors of many prompts in a row add up like their square root.
         slack_s = SLACK * fit.spread_s * math.sqrt(replica.queued + 1)
-        estimates[c.site] = (first_s, _late(asked.ttft_slo_s, asked.waited_s + first_s + slack_s, fit), "the TTFT")
+        late_s = _late(asked.ttft_slo_s, asked.waited_s + first_s + slack_s, fit)
+        estimates[c.site] = (first_s, 0.0 if replica.idle_s >= STALE_S else late_s, "the TTFT")
     return estimates
 
 
@@ -296,7 +300,9 @@ def _decode_estimates(asked: Asked, found: Sequence[Candidate]) -> Estimates | N
             (_late(asked.tpot_slo_s, step_s + SLACK * step.spread_s, step), "the TPOT"),
             (_late(asked.ttst_slo_s, second_s + slack_s, step), "the TTST"),
         )
-        estimates[c.site] = (transfer_s + asked.answer_tokens * step_s, *max(misses))
+        late_s, what = max(misses)
+        idle = c.replica.running + c.replica.queued == 0
+        estimates[c.site] = (transfer_s + asked.answer_tokens * step_s, 0.0 if idle else late_s, what)
     return estimates
 
 

@@ -95,6 +95,7 @@ class Replica:
     running: int = 0  # sequences that decode
     head_tokens: int = 0  # of `pending_tokens`: those of the prompt that it computes now
     head_s: float = 0.0  # since it began with that
+    idle_s: float = 0.0  # since a prompt ended there, while it has none; infinite before the first
     last_chosen: int = 0  # number of the choice that chose it last, 0 before the first
 
 

@@ -2,13 +2,14 @@
 
     charge(id, leg) -> [start(id): it decodes now] -> give_back(id, leg)
 
-Each leg of a request is charged to one site and given back once; a second `give_back` finds nothing and does nothing, so
-that every way to end may call it. The sum of what is charged is what is in flight, and zero when nothing is.
+Each leg of a request is charged to one site and given back once; a second `give_back` finds nothing and does nothing,
+so that every way to end may call it. The sum of what is charged is what is in flight, and zero when nothing is.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 
 from jaxpd.policies.workers import Leg, Site
 
@@ -127,6 +128,10 @@ class Ledger:
         first = next(iter(prompts.values()))
         began_s = max(first.sent_s, self._ended_s.get(site, first.sent_s))
         return first.tokens, max(now_s - began_s, 0.0)
+
+    def idle_s(self, site: Site, now_s: float) -> float:
+        """Seconds since a prompt ended there, 0 while there is one, infinite before the first."""
+        return 0.0 if site in self._prompts else now_s - self._ended_s.get(site, -math.inf)
 
     def last_chosen(self, site: Site) -> int:
         """Number of the choice that chose it last, 0 before the first."""

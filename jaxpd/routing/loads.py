@@ -1,7 +1,7 @@
 """Requests for the simulation: made up here, or made of a trace's rows.
 
-A prompt is known by the keys of its full pages, equal keys for equal beginnings, as jaxpd/cache/keys.py makes them and as
-Mooncake's traces hold them (one id for 512 tokens). There are no tokens.
+A prompt is known by the keys of its full pages, equal keys for equal beginnings, as jaxpd/cache/keys.py makes them and
+as Mooncake's traces hold them (one id for 512 tokens). There are no tokens.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ def conversations(
 ) -> list[Arrival]:
     """`count` requests of conversations, about `rate` a second, Poisson.
 
-    Each conversation begins with one of `prompts` system prompts of `prompt_pages` pages, the k-th with a probability of
-    1 / k (Zipf), has `turns` turns on average (geometric), each of which adds 1 to 2 * `turn_pages` - 1 pages to
+    Each conversation begins with one of `prompts` system prompts of `prompt_pages` pages, the k-th as often as 1 / k
+    (Zipf), and has `turns` turns on average (geometric), each of which adds 1 to 2 * `turn_pages` - 1 pages to
     everything before it, `think_s` seconds after the last on average.
     """
     draw = random.Random(seed)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 from jaxpd.policies.breaker import Breaker, Outcome
 from jaxpd.policies.fit import Fit
@@ -138,7 +139,7 @@ class Roster:
         return chosen
 
     def first_token(self, request_id: str, *, computed: int, found_pages: int, prefill_s: float, now_s: float) -> None:
-        """The prefill leg is over: it found `found_pages` in its cache and computed `computed` tokens in `prefill_s`."""
+        """The prefill leg is over: it found `found_pages` in its cache and computed `computed` tokens."""
         charge = self._finish(request_id, Leg.PREFILL, Outcome.OK, now_s)
         site, believed = self._believed.pop(request_id, (None, 0))
         if charge is None or site != charge.site:
@@ -190,6 +191,7 @@ class Roster:
             running=load.running,
             head_tokens=head_tokens,
             head_s=head_s,
+            idle_s=self.ledger.idle_s(site, now_s),
             last_chosen=self.ledger.last_chosen(site),
         )
 
@@ -220,6 +222,5 @@ class Roster:
         member = self._members.get(worker)
         if member is None:
             return
-        fit: Fit = getattr(member, what).learn(units, seconds)
-        fits = {"prefill": member.prefill, "transfer": member.transfer, "step": member.step, what: fit}
+        fits: dict[str, Any] = {what: getattr(member, what).learn(units, seconds)}
         self._members[worker] = dataclasses.replace(member, **fits)

@@ -5,107 +5,28 @@
                                    -> decode replica: all sequences share its steps, a queue for slots and pages
            <- lost: AGAIN or REPLAY while a worker is down (killed at once, connections refused until it is up again)
 
-What it leaves out: chunks that overlap with the transfer, links that are shared, the network's own time, preemption, and
-that a decode pool's cache has to make room for what runs. Times follow `Speeds`, whose defaults are the fits published
-for a 13B model on one A100 80G (DistServe, arXiv:2401.09670: fitted coefficients of its repository), with the KV of an
-8B model with 8 KV heads, over 200 Gbps.
+What it leaves out: chunks that overlap with the transfer, links that are shared, the network's own time, preemption,
+and that a decode pool's cache has to make room for what runs. Times follow `synthetic.Speeds`.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import heapq
 import itertools
 import random
 from collections import OrderedDict, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from jaxpd.policies.breaker import Next, Outcome, after
-from jaxpd.policies.workers import Asked, Leg, Reason, Refusal, Role, Route, Site
+from jaxpd.policies.workers import Asked, Leg, Refusal, Role, Route, Site
 from jaxpd.routing.loads import Arrival
 from jaxpd.routing.roster import Roster
+from jaxpd.routing.synthetic import Cluster, Outage, Record, Result, Slo
 
 CONNECT_S = 0.001  # until a refused connection is known
 MOST_TRIES = 4
 MOST_MIGRATIONS = 3
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Speeds:
-    """Seconds; bytes."""
-
-    prefill_s: float = 18.1e-3
-    prefill_s_per_token: float = 0.1019e-3
-    prefill_s_per_token2: float = 7.12e-9  # times the difference of squares: cached tokens are read, not computed
-    step_s: float = 7.17e-3
-    step_s_per_sequence: float = 0.158e-3
-    step_s_per_context: float = 0.58e-6
-    transfer_s: float = 5e-3
-    transfer_bytes_per_s: float = 25e9
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Cluster:
-    """Workers `p0`, `p1`, ... and `d0`, `d1`, ..., all alike but for `slow`: what a worker's times are multiplied by."""
-
-    prefill: int
-    decode: int
-    replicas: int = 1
-    page_size: int = 512
-    pages: int = 640  # of one replica
-    page_bytes: int = 512 * 131_072
-    slots: int = 256
-    queue_limit: int = 100_000
-    speeds: Speeds = Speeds()
-    slow: Mapping[str, float] = dataclasses.field(default_factory=dict)
-
-
-@dataclasses.dataclass(frozen=True)
-class Slo:
-    """What each request is promised, in seconds; None: nothing. Refusals and failures miss it."""
-
-    ttft_s: float | None = None
-    tpot_s: float | None = None
-
-
-@dataclasses.dataclass(frozen=True)
-class Outage:
-    """A worker is killed, and comes back with empty caches under the same name."""
-
-    worker: str
-    down_s: float
-    up_s: float
-
-
-@dataclasses.dataclass(kw_only=True)
-class Record:
-    """What became of one request. Times in seconds from its arrival; None where it did not get so far."""
-
-    arrival: Arrival
-    ttft_s: float | None = None
-    end_s: float | None = None
-    cached_tokens: int = 0
-    expected_s: float | None = None  # of the TTFT, where the policy estimated it
-    refused: Reason | None = None
-    failed: bool = False
-    sent: list[tuple[float, Site, Site]] = dataclasses.field(default_factory=list)  # (time, prefill, decode)
-    migrations: int = 0
-
-    @property
-    def tpot_s(self) -> float | None:
-        if self.ttft_s is None or self.end_s is None or self.arrival.answer_tokens < 2:
-            return None
-        return (self.end_s - self.ttft_s) / (self.arrival.answer_tokens - 1)
-
-
-@dataclasses.dataclass(frozen=True)
-class Result:
-    """`busy_s`: seconds that each prefill site computed, those that computed nothing included."""
-
-    records: list[Record]
-    busy_s: dict[Site, float]
-    roster: Roster
 
 
 def simulate(
@@ -123,7 +44,7 @@ def simulate(
 
 
 class _Cache:
-    """A prefix cache: page keys, the one that was used longest ago goes first, ends of chains before their beginnings."""
+    """A prefix cache: what was used longest ago goes first, the ends of chains before their beginnings."""
 
     def __init__(self, pages: int) -> None:
         self._pages = pages
