@@ -17,12 +17,13 @@
 `candidates` comes first in each, so none chooses a worker that drains. Where some have room now, only those are looked
 at; where none has, it is queued. Load is what the caller has charged at dispatch (jaxpd/routing/ledger.py), never what
 a worker reported a moment ago, or a burst piles up in one. Ties go to the longer prefix and then to the one chosen
-longest ago, never to the first: an idle cluster fills all its caches. `route` chooses both legs before either is called.
+longest ago, never to the first: an idle cluster fills all its caches. `route` chooses both legs before any is called.
 
 The naive form of early rejection swings: prefill is idle, all are let in, and decode is full when they get there
 (Mooncake, arXiv:2407.00079). Here a decode replica is charged at dispatch, so those on their way already count. And it
-can lock itself in: who refuses all learns nothing. So a replica that has computed nothing for `STALE_S` is no reason to
-refuse, nor is a decode replica that has nothing to do: one is let in, and shows what it takes.
+can lock itself in: who refuses all learns nothing. So an estimate that no run has confirmed for a while counts less and
+less against a request, and a decode replica that has nothing to do is no reason to refuse: one is let in, and shows
+what it takes.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ from jaxpd.policies.workers import (
 AFFINITY_GAP = 8192
 AFFINITY_SHARE = 0.3  # of the prompt: a shorter hit is no reason to go anywhere (SGLang's gateway has the same)
 MISSING_WEIGHT = 0.5  # a token that must cross to a decode replica, in tokens of context that it holds: a guess
-STALE_S = 10.0  # without a prompt that ended there, until a replica's estimate is tried again
+STALE_S = 30.0  # without a prompt: what a replica is expected to take counts half against a bound, and so on
 SLACK = 1.0  # usual errors added to an estimate before it is held against a bound
 LEAST_RETRY_S = 0.1
 MOST_RETRY_S = 30.0
@@ -276,8 +277,8 @@ def _prefill_estimates(asked: Asked, found: Sequence[Candidate]) -> Estimates | 
         first_s = max(queue_s, 0.0) + fit.seconds(missing)
         # Errors of many prompts in a row add up like their square root.
         slack_s = SLACK * fit.spread_s * math.sqrt(replica.queued + 1)
-        late_s = _late(asked.ttft_slo_s, asked.waited_s + first_s + slack_s, fit)
-        estimates[c.site] = (first_s, 0.0 if replica.idle_s >= STALE_S else late_s, "the TTFT")
+        doubted_s = (first_s + slack_s) * 0.5 ** (replica.idle_s / STALE_S)
+        estimates[c.site] = (first_s, _late(asked.ttft_slo_s, asked.waited_s + doubted_s, fit), "the TTFT")
     return estimates
 
 

@@ -15,7 +15,8 @@ from jaxpd.routing.roster import Roster
 class Speeds:
     """Seconds and bytes. The defaults are published fits for a 13B model on one A100 80G, and 200 Gbps.
 
-    The fits are those of DistServe (arXiv:2401.09670), the coefficients in its repository: one GPU, large batches.
+    The fits are those of DistServe (arXiv:2401.09670), the coefficients in its repository: one GPU, large batches. Its
+    model has 819 kB of KV a token; what a step takes for a token of context is scaled down to `Cluster.page_bytes`.
     """
 
     prefill_s: float = 18.1e-3
@@ -23,7 +24,7 @@ class Speeds:
     prefill_s_per_token2: float = 7.12e-9  # times the difference of squares: cached tokens are read, not computed
     step_s: float = 7.17e-3
     step_s_per_sequence: float = 0.158e-3
-    step_s_per_context: float = 0.58e-6
+    step_s_per_context: float = 0.093e-6
     transfer_s: float = 5e-3
     transfer_bytes_per_s: float = 25e9
 
