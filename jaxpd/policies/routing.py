@@ -99,8 +99,14 @@ def power_of_two(asked: Asked, workers: Sequence[Worker], leg: Leg, draw: float)
     return _least(found, lambda c: load(c.replica, leg))
 
 
-def prefix_affinity(asked: Asked, workers: Sequence[Worker], leg: Leg, draw: float) -> Choice | Refusal:
-    """The gap is against the replica with the prefix, so that the gate closes for that one and not for all others."""
+def prefix_affinity(
+    asked: Asked, workers: Sequence[Worker], leg: Leg, draw: float, *, gap: int = AFFINITY_GAP
+) -> Choice | Refusal:
+    """Of the replicas that have at most `gap` tokens more to do than the least loaded, the one with the longest prefix.
+
+    The gap is each one's own, so that the gate closes for a replica that is busy and stays open for another with the
+    same prefix.
+    """
     found = candidates(asked, workers, leg)
     if isinstance(found, Refusal):
         return found
@@ -108,7 +114,7 @@ def prefix_affinity(asked: Asked, workers: Sequence[Worker], leg: Leg, draw: flo
     near = [
         c
         for c in found
-        if _hit_tokens(asked, c) > AFFINITY_SHARE * asked.prompt_tokens and load(c.replica, leg) - least <= AFFINITY_GAP
+        if _hit_tokens(asked, c) > AFFINITY_SHARE * asked.prompt_tokens and load(c.replica, leg) - least <= gap
     ]
     if not near:
         return _least(found, lambda c: load(c.replica, leg))

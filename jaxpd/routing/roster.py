@@ -50,13 +50,16 @@ class Member:
 class Roster:
     """The state of one router. Not thread-safe: it belongs to the router's event loop."""
 
-    def __init__(self, *, prefill: str, decode: str, index: PrefixIndex | None = None) -> None:
-        """`prefill` and `decode` name policies. Raises ValueError for one that does not exist."""
+    def __init__(self, *, prefill: str | Policy, decode: str | Policy, index: PrefixIndex | None = None) -> None:
+        """`prefill` and `decode` are policies or their names. Raises ValueError for a name that does not exist."""
         self.policies: dict[Leg, Policy] = {}
-        for leg, name in ((Leg.PREFILL, prefill), (Leg.DECODE, decode)):
-            if name not in POLICIES:
-                raise ValueError(f"{leg.value} policy {name!r} does not exist; choose one of {', '.join(POLICIES)}")
-            self.policies[leg] = POLICIES[name]
+        for leg, policy in ((Leg.PREFILL, prefill), (Leg.DECODE, decode)):
+            if isinstance(policy, str):
+                if policy not in POLICIES:
+                    known = ", ".join(POLICIES)
+                    raise ValueError(f"{leg.value} policy {policy!r} does not exist; choose one of {known}")
+                policy = POLICIES[policy]
+            self.policies[leg] = policy
         self.ledger = Ledger()
         self.index = index or PrefixIndex()
         self._members: dict[str, Member] = {}

@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from jaxpd.policies.breaker import Next, Outcome, after
+from jaxpd.policies.routing import Policy
 from jaxpd.policies.workers import Asked, Leg, Refusal, Role, Route, Site
 from jaxpd.routing.loads import Arrival
 from jaxpd.routing.roster import Roster
@@ -33,13 +34,13 @@ def simulate(
     arrivals: Sequence[Arrival],
     cluster: Cluster,
     *,
-    prefill: str,
-    decode: str = "least_pending",
+    prefill: str | Policy,
+    decode: str | Policy = "least_pending",
     slo: Slo | None = None,
     outages: Sequence[Outage] = (),
     seed: int = 0,
 ) -> Result:
-    """Every request to its end, under the named policies."""
+    """Every request to its end, under the policies or their names."""
     return _Simulation(cluster, Roster(prefill=prefill, decode=decode), slo or Slo(), seed).run(arrivals, outages)
 
 
