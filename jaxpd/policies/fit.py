@@ -22,6 +22,7 @@ FIRST_ERRORS = 4  # runs before the errors of the estimate mean anything
 CUT = 4.0  # usual errors above the estimate: a run that took longer is learned as this much
 LEAST_ERROR = 0.1  # of the estimate: a smaller usual error is not believed when a run is cut
 SURE_ERROR = 0.5  # of the mean run: with a larger usual error nothing is sure
+LEAST_UNITS = 1e-9  # a mean below it is none: a rate would be nonsense
 SAME_SIZE = 1e-3  # squared relative spread of the units: below it all runs are of one size
 
 
@@ -66,7 +67,7 @@ class Fit:
         """
         if not self.runs:
             return 0.0, 0.0
-        if not self.units:
+        if self.units <= LEAST_UNITS * self.runs:
             return self.total_s / self.runs, 0.0
         spread = self.runs * self.units2 - self.units**2  # runs**2 times the variance of the units
         if spread <= SAME_SIZE * self.runs * self.units2:

@@ -29,45 +29,20 @@ what it takes.
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
-from jaxpd.policies.fit import Fit, pooled
-from jaxpd.policies.workers import (
-    Asked,
-    Choice,
-    Leg,
-    Reason,
-    Refusal,
-    Replica,
-    Role,
-    Route,
-    Site,
-    State,
-    Worker,
-)
+from jaxpd.policies.candidates import Candidate, candidates, hint, hit_tokens
+from jaxpd.policies.estimates import decode_estimates, prefill_estimates
+from jaxpd.policies.workers import Asked, Choice, Leg, Reason, Refusal, Replica, Role, Route, Worker
 
 # Pending tokens more than the least loaded replica has, above which a prefix is computed again there: a guess, about a
 # second of an 8B model's prefill on one chip.
 AFFINITY_GAP = 8192
 AFFINITY_SHARE = 0.3  # of the prompt: a shorter hit is no reason to go anywhere (SGLang's gateway has the same)
 MISSING_WEIGHT = 0.5  # a token that must cross to a decode replica, in tokens of context that it holds: a guess
-STALE_S = 30.0  # without a prompt: what a replica is expected to take counts half against a bound, and so on
-SLACK = 1.0  # usual errors added to an estimate before it is held against a bound
-LEAST_RETRY_S = 0.1
-MOST_RETRY_S = 30.0
-UNKNOWN_RETRY_S = 1.0
 
 Policy = Callable[[Asked, Sequence[Worker], Leg, float], Choice | Refusal]
-
-
-class Candidate(NamedTuple):
-    """A replica that may be chosen."""
-
-    site: Site
-    worker: Worker
-    replica: Replica
 
 
 def random(asked: Asked, workers: Sequence[Worker], leg: Leg, draw: float) -> Choice | Refusal:
@@ -114,7 +89,7 @@ def prefix_affinity(
     near = [
         c
         for c in found
-        if _hit_tokens(asked, c) > AFFINITY_SHARE * asked.prompt_tokens and load(c.replica, leg) - least <= gap
+        if hit_tokens(asked, c) > AFFINITY_SHARE * asked.prompt_tokens and load(c.replica, leg) - least <= gap
     ]
     if not near:
         return _least(found, lambda c: load(c.replica, leg))
@@ -137,15 +112,19 @@ def ttft_estimate(asked: Asked, workers: Sequence[Worker], leg: Leg, draw: float
     found = candidates(asked, workers, leg)
     if isinstance(found, Refusal):
         return found
-    estimate = _prefill_estimates if leg is Leg.PREFILL else _decode_estimates
+    estimate = prefill_estimates if leg is Leg.PREFILL else decode_estimates
     estimates = estimate(asked, found)
     if estimates is None:
         return _least(found, lambda c: _tokens_to_do(asked, c, leg))
     late = min(late_s for _, late_s, _ in estimates.values())
     if late > 0:
         bound = min((e for e in estimates.values() if e[1] == late), key=lambda e: e[0])
-        message = f"the best {leg.value} worker is expected to miss {bound[2]} by {late:.3g} s; try again later"
-        return Refusal(leg=leg, reason=Reason.TOO_LATE, message=message, retry_after_s=_hint(late))
+        what, limit_s = bound[2], getattr(asked, f"{bound[2]}_slo_s")
+        message = (
+            f"a {what.upper()} of {limit_s:g} s was asked for, and the {leg.value} worker that comes nearest to it would "
+            f"miss it by {late:.3g} s; try again later"
+        )
+        return Refusal(leg=leg, reason=Reason.TOO_LATE, message=message, retry_after_s=hint(late))
     kept = [c for c in found if estimates[c.site][1] <= 0]
     best = _least(kept, lambda c: estimates[c.site][0])
     after_s = estimates[best.site][0] if leg is Leg.PREFILL else None
@@ -191,47 +170,6 @@ def load(replica: Replica, leg: Leg) -> int:
     return replica.pending_tokens if leg is Leg.PREFILL else replica.context_tokens
 
 
-def candidates(asked: Asked, workers: Sequence[Worker], leg: Leg) -> list[Candidate] | Refusal:
-    """Those that may be chosen for `leg`, at least one: with room now if any has, otherwise those that queue it."""
-    roles = (Role.PREFILL, Role.MIXED) if leg is Leg.PREFILL else (Role.DECODE,)
-    ours = [worker for worker in workers if worker.role in roles and worker.state is not State.GONE]
-    ready = [worker for worker in ours if worker.state is State.READY]
-    if not ready:
-        states = ", ".join(f"{w.name} is {w.state.value}" for w in ours[:4]) or f"of {len(workers)} workers"
-        return _refuse(leg, Reason.NO_WORKER, f"no {leg.value} worker is ready ({states}); try again", UNKNOWN_RETRY_S)
-    able = [
-        Candidate(Site(worker.name, i), worker, replica)
-        for worker in ready
-        for i, replica in enumerate(worker.replicas)
-        if _pages(asked, worker, leg) <= replica.total_pages
-    ]
-    if not able:
-        need = min(_pages(asked, worker, leg) for worker in ready)
-        most = max((r.total_pages for worker in ready for r in worker.replicas), default=0)
-        message = (
-            f"a prompt of {asked.prompt_tokens} and an answer of {asked.answer_tokens} tokens need {need} pages of "
-            f"{asked.page_size}, the largest {leg.value} replica has {most}; shorten one or start it with more "
-            "--kv-memory"
-        )
-        return _refuse(leg, Reason.TOO_LARGE, message, None)
-    untried = [c for c in able if c.worker.name not in asked.avoid]
-    if not untried:
-        tried = ", ".join(sorted({c.worker.name for c in able})[:4])
-        message = f"each {leg.value} worker that could serve it has failed or refused it ({tried}); try again"
-        return _refuse(leg, Reason.TRIED, message, UNKNOWN_RETRY_S)
-    healthy = [c for c in untried if c.worker.barred_s(leg) <= 0]
-    if not healthy:
-        wait_s = min(c.worker.barred_s(leg) for c in untried)
-        message = f"all {len(untried)} {leg.value} replicas belong to workers that keep failing; try again"
-        return _refuse(leg, Reason.FAILING, message, _hint(wait_s))
-    short = [c for c in healthy if c.replica.queued < c.worker.queue_limit]
-    if not short:
-        limit = max(c.worker.queue_limit for c in healthy)
-        message = f"all {len(healthy)} {leg.value} replicas have their queues full (up to {limit}); try again"
-        return _refuse(leg, Reason.FULL, message, _hint(min(_until_next(c) for c in healthy)))
-    return [c for c in short if _has_room(asked, c, leg)] or short
-
-
 def _with_decode(
     asked: Asked, workers: Sequence[Worker], first: Choice, decode: Policy, draw: float
 ) -> Route | Refusal:
@@ -242,102 +180,11 @@ def _with_decode(
     return second if isinstance(second, Refusal) else Route(prefill=first, decode=second)
 
 
-def _pages(asked: Asked, worker: Worker, leg: Leg) -> int:
-    return asked.all_pages if leg is Leg.DECODE or worker.role is Role.MIXED else asked.prompt_pages
-
-
-def _has_room(asked: Asked, candidate: Candidate, leg: Leg) -> bool:
-    """A prefill worker takes its prompts one after another and gives their pages back: its queue is its load."""
-    replica, worker = candidate.replica, candidate.worker
-    if leg is Leg.PREFILL and worker.role is not Role.MIXED:
-        return True
-    fits = asked.all_pages - replica.hit_pages <= replica.free_pages
-    return fits and replica.queued + replica.running < worker.slots
-
-
-def _hit_tokens(asked: Asked, candidate: Candidate) -> int:
-    """Of the prompt, at least one token of which is always computed."""
-    return min(candidate.replica.hit_pages * asked.page_size, asked.prompt_tokens - 1)
-
-
 def _tokens_to_do(asked: Asked, candidate: Candidate, leg: Leg) -> float:
-    replica, missing = candidate.replica, asked.prompt_tokens - _hit_tokens(asked, candidate)
+    replica, missing = candidate.replica, asked.prompt_tokens - hit_tokens(asked, candidate)
     if leg is Leg.PREFILL:
         return replica.pending_tokens + missing + replica.running
     return replica.context_tokens + MISSING_WEIGHT * missing
-
-
-Estimates = dict[Site, tuple[float, float, str]]  # (cost in seconds, seconds too late or <= 0, what would be missed)
-
-
-def _prefill_estimates(asked: Asked, found: Sequence[Candidate]) -> Estimates | None:
-    fits = _known([c.worker for c in found], "prefill")
-    if fits is None:
-        return None
-    estimates: Estimates = {}
-    for c in found:
-        fit, replica = fits[c.worker.name], c.replica
-        done_s = min(replica.head_s, fit.seconds(replica.head_tokens, 1)) if replica.queued else 0.0
-        queue_s = fit.seconds(replica.pending_tokens, replica.queued) - done_s
-        missing = asked.prompt_tokens - _hit_tokens(asked, c)
-        first_s = max(queue_s, 0.0) + fit.seconds(missing)
-        # Errors of many prompts in a row add up like their square root.
-        slack_s = SLACK * fit.spread_s * math.sqrt(replica.queued + 1)
-        doubted_s = (first_s + slack_s) * 0.5 ** (replica.idle_s / STALE_S)
-        estimates[c.site] = (first_s, _late(asked.ttft_slo_s, asked.waited_s + doubted_s, fit), "the TTFT")
-    return estimates
-
-
-def _decode_estimates(asked: Asked, found: Sequence[Candidate]) -> Estimates | None:
-    workers = [c.worker for c in found]
-    steps, transfers = _known(workers, "step"), _known(workers, "transfer")
-    if steps is None:
-        return None
-    estimates: Estimates = {}
-    for c in found:
-        step = steps[c.worker.name]
-        transfer = transfers[c.worker.name] if transfers else Fit()
-        missing = max(asked.prompt_pages - c.replica.hit_pages, 0) * asked.page_bytes
-        # Those on their way decode when it gets there; that some of the running have ended by then is left out.
-        step_s = step.seconds(c.replica.running + c.replica.queued + 1)
-        transfer_s = transfer.seconds(missing)
-        second_s = asked.waited_s + asked.first_token_s + transfer_s + step_s
-        slack_s = SLACK * (transfer.spread_s + step.spread_s)
-        misses = (
-            (_late(asked.tpot_slo_s, step_s + SLACK * step.spread_s, step), "the TPOT"),
-            (_late(asked.ttst_slo_s, second_s + slack_s, step), "the TTST"),
-        )
-        late_s, what = max(misses)
-        idle = c.replica.running + c.replica.queued == 0
-        estimates[c.site] = (transfer_s + asked.answer_tokens * step_s, 0.0 if idle else late_s, what)
-    return estimates
-
-
-def _known(workers: Sequence[Worker], what: str) -> dict[str, Fit] | None:
-    """A fit for each worker by name, its own where that is sure; None where no worker's is."""
-    own: dict[str, Fit] = {worker.name: getattr(worker, what) for worker in workers}
-    sure = [fit for fit in own.values() if fit.sure]
-    if not sure:
-        return None
-    if len(sure) == len(own):
-        return own
-    common = pooled(sure)
-    return {name: fit if fit.sure else common for name, fit in own.items()}
-
-
-def _late(bound_s: float | None, expected_s: float, fit: Fit) -> float:
-    """Seconds above the bound; 0 where there is none, or where the estimate is a guess."""
-    return max(expected_s - bound_s, 0.0) if bound_s is not None and fit.sure else 0.0
-
-
-def _until_next(candidate: Candidate) -> float:
-    """Seconds until a full queue is one shorter."""
-    fit, replica = candidate.worker.prefill, candidate.replica
-    return fit.seconds(replica.head_tokens) - replica.head_s if fit.sure else UNKNOWN_RETRY_S
-
-
-def _hint(seconds: float) -> float:
-    return min(max(seconds, LEAST_RETRY_S), MOST_RETRY_S)
 
 
 def _least(found: Sequence[Candidate], cost: Callable[[Candidate], float]) -> Choice:
@@ -349,7 +196,3 @@ def _least(found: Sequence[Candidate], cost: Callable[[Candidate], float]) -> Ch
 
 def _choice(candidate: Candidate) -> Choice:
     return Choice(site=candidate.site, hit_pages=candidate.replica.hit_pages)
-
-
-def _refuse(leg: Leg, reason: Reason, message: str, retry_after_s: float | None) -> Refusal:
-    return Refusal(leg=leg, reason=reason, message=message, retry_after_s=retry_after_s)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from jaxpd.policies.breaker import Breaker, Outcome
 from jaxpd.policies.fit import Fit
@@ -47,6 +47,12 @@ class Member:
         return dataclasses.replace(self, decode_breaker=breaker)
 
 
+class _Sent(NamedTuple):
+    route: Route
+    at_s: float
+    taken: bool  # its KV has left the prefill worker
+
+
 class Roster:
     """The state of one router. Not thread-safe: it belongs to the router's event loop."""
 
@@ -63,7 +69,7 @@ class Roster:
         self.ledger = Ledger()
         self.index = index or PrefixIndex()
         self._members: dict[str, Member] = {}
-        self._believed: dict[str, tuple[Site, int]] = {}  # pages that the prefill site should have, by request
+        self._sent: dict[str, _Sent] = {}  # by request
 
     def join(
         self, name: str, role: Role, *, replicas: int, pages: int, slots: int = 256, queue_limit: int = 1024
@@ -138,24 +144,29 @@ class Roster:
             return chosen
         self._send(request_id, Leg.PREFILL, chosen.prefill, asked, keys, chosen.whole, now_s)
         self._send(request_id, Leg.DECODE, chosen.decode, asked, keys, chosen.whole, now_s)
-        self._believed[request_id] = (chosen.prefill.site, chosen.prefill.hit_pages)
+        self._sent[request_id] = _Sent(chosen, now_s, taken=False)
         return chosen
 
     def first_token(self, request_id: str, *, computed: int, found_pages: int, prefill_s: float, now_s: float) -> None:
-        """The prefill leg is over: it found `found_pages` in its cache and computed `computed` tokens."""
-        charge = self._finish(request_id, Leg.PREFILL, Outcome.OK, now_s)
-        site, believed = self._believed.pop(request_id, (None, 0))
-        if charge is None or site != charge.site:
-            return
-        self.index.learn(charge.site, believed=believed, found=found_pages)
-        self._learn(charge.site.worker, "prefill", computed, prefill_s)
+        """The prompt is computed: `found_pages` were in the cache and `computed` tokens were not."""
+        charge = self.ledger.give_back(request_id, Leg.PREFILL, now_s=now_s)
+        if charge is not None and request_id in self._sent:
+            believed = self._sent[request_id].route.prefill.hit_pages
+            self.index.learn(charge.site, believed=believed, found=found_pages)
+            self._learn(charge.site.worker, "prefill", computed, prefill_s)
 
-    def decoding(self, request_id: str, *, moved_bytes: int = 0, transfer_s: float | None = None) -> None:
-        """The decode worker has it and decodes; None: nothing had to cross."""
+    def decoding(
+        self, request_id: str, *, now_s: float, moved_bytes: int = 0, transfer_s: float | None = None
+    ) -> None:
+        """The decode worker has it and decodes; None: nothing had to cross. Only now the prefill leg went well."""
         self.ledger.start(request_id)
-        charge = self.ledger.find(request_id, Leg.DECODE)
-        if charge is not None and transfer_s is not None:
-            self._learn(charge.site.worker, "transfer", moved_bytes, transfer_s)
+        sent = self._sent.get(request_id)
+        if sent is None or sent.taken:
+            return
+        self._sent[request_id] = sent._replace(taken=True)
+        self._tell(Leg.PREFILL, Outcome.OK, sent, now_s)
+        if transfer_s is not None:
+            self._learn(sent.route.decode.site.worker, "transfer", moved_bytes, transfer_s)
 
     def stepped(self, worker: str, *, sequences: int, step_s: float) -> None:
         """One of its replicas took so long for a decode step of so many sequences."""
@@ -163,18 +174,27 @@ class Roster:
 
     def end(self, request_id: str, *, now_s: float, keys: Sequence[bytes] = ()) -> None:
         """Answered to the end. `keys`: those of prompt and answer, which the decode replica has now."""
-        self._finish(request_id, Leg.PREFILL, Outcome.OK, now_s)
-        charge = self._finish(request_id, Leg.DECODE, Outcome.OK, now_s)
-        self._believed.pop(request_id, None)
-        member = self._members.get(charge.site.worker) if charge is not None else None
-        if charge is not None and member is not None and keys:
-            self.index.record(charge.site, keys, capacity=member.pages, now_s=now_s)
+        sent = self._give_back(request_id, now_s)
+        if sent is None:
+            return
+        if not sent.taken:
+            self._tell(Leg.PREFILL, Outcome.OK, sent, now_s)
+        # One that ended with its first token was never seen by its decode worker, unless that is the same one.
+        seen = sent.taken or sent.route.whole
+        self._tell(Leg.DECODE, Outcome.OK if seen else Outcome.NEUTRAL, sent, now_s)
+        site = sent.route.decode.site
+        if site.worker in self._members and keys:
+            self.index.record(site, keys, capacity=self._members[site.worker].pages, now_s=now_s)
 
     def lost(self, request_id: str, leg: Leg, what: Outcome, *, now_s: float) -> None:
-        """`leg` ended with `what`; the other is given back too and says nothing about its worker."""
-        for each in Leg:
-            self._finish(request_id, each, what if each is leg else Outcome.NEUTRAL, now_s)
-        self._believed.pop(request_id, None)
+        """`leg` ended with `what`; the other is given back too and says nothing about its worker.
+
+        A prefill worker may be at fault after the first token, too: the KV has to be fetched from it.
+        """
+        sent = self._give_back(request_id, now_s)
+        if sent is not None:
+            for each in Leg:
+                self._tell(each, what if each is leg else Outcome.NEUTRAL, sent, now_s)
 
     def _set(self, name: str, state: State) -> None:
         if name in self._members:
@@ -213,13 +233,18 @@ class Roster:
         self.index.record(site, keys, capacity=member.pages, now_s=now_s)
         self._members[member.name] = member.with_breaker(leg, member.breaker(leg).sent(now_s))
 
-    def _finish(self, request_id: str, leg: Leg, what: Outcome, now_s: float) -> Charge | None:
-        charge = self.ledger.give_back(request_id, leg, now_s=now_s)
-        member = self._members.get(charge.site.worker) if charge is not None else None
-        if charge is not None and member is not None:
-            breaker = member.breaker(leg).ended(what, sent_s=charge.sent_s, now_s=now_s)
+    def _give_back(self, request_id: str, now_s: float) -> _Sent | None:
+        """Both legs, whatever is still charged; None where the request has ended before."""
+        for leg in Leg:
+            self.ledger.give_back(request_id, leg, now_s=now_s)
+        return self._sent.pop(request_id, None)
+
+    def _tell(self, leg: Leg, what: Outcome, sent: _Sent, now_s: float) -> None:
+        choice = sent.route.prefill if leg is Leg.PREFILL else sent.route.decode
+        member = self._members.get(choice.site.worker)
+        if member is not None:
+            breaker = member.breaker(leg).ended(what, sent_s=sent.at_s, now_s=now_s)
             self._members[member.name] = member.with_breaker(leg, breaker)
-        return charge
 
     def _learn(self, worker: str, what: str, units: float, seconds: float) -> None:
         member = self._members.get(worker)

@@ -165,7 +165,8 @@ class _Simulation:
                 pool = self.decode[site]
                 had, leg = [*pool.running, *pool.queue], Leg.DECODE
                 for request, ends in pool.running.items():
-                    request.made += int(request.left - max(ends - pool.made, 0.0))
+                    made = int(request.left - max(ends - pool.made, 0.0))
+                    request.made += min(made, request.left - 1)  # its last token was not out
                 pool.version += 1
                 pool.running.clear()
             for request in had:
@@ -273,10 +274,11 @@ class _Simulation:
         if attempt != request.attempt or request.route is None:
             return
         site = request.route.decode.site
-        if site.worker in self.down:
-            self.lose(request, attempt, Leg.DECODE, Outcome.FAULT)
-            return
-        self.roster.decoding(request.id, moved_bytes=moved, transfer_s=took_s)
+        for leg, worker in ((Leg.PREFILL, request.route.prefill.site.worker), (Leg.DECODE, site.worker)):
+            if worker in self.down:
+                self.lose(request, attempt, leg, Outcome.FAULT)
+                return
+        self.roster.decoding(request.id, now_s=self.now_s, moved_bytes=moved, transfer_s=took_s)
         self.advance(site)
         self.decode[site].cache.keep(request.record.arrival.keys)
         self.decode[site].queue.append(request)

@@ -55,7 +55,7 @@ def test_both_legs_are_charged_at_dispatch_and_given_back_at_their_ends() -> Non
     made.first_token("r", computed=165, found_pages=0, prefill_s=0.5, now_s=1.0)
     total = made.ledger.total()
     assert (total.pending_tokens, total.prompts, total.arriving, total.running) == (0, 0, 1, 0)
-    made.decoding("r", moved_bytes=1000, transfer_s=0.1)
+    made.decoding("r", now_s=1.0, moved_bytes=1000, transfer_s=0.1)
     assert made.ledger.load(sent.decode.site).running == 1
     made.end("r", now_s=2.0)
     made.end("r", now_s=2.0)
@@ -92,7 +92,7 @@ def test_a_mixed_worker_counts_each_request_once() -> None:
     (worker,) = made.snapshot(KEYS, now_s=0.0)
     assert worker.replicas[0].queued == 1 and worker.replicas[0].free_pages == 88
     made.first_token("r", computed=165, found_pages=0, prefill_s=0.5, now_s=1.0)
-    made.decoding("r")
+    made.decoding("r", now_s=1.0)
     (worker,) = made.snapshot(KEYS, now_s=1.0)
     assert (worker.replicas[0].queued, worker.replicas[0].running) == (0, 1)
 
@@ -140,8 +140,21 @@ def test_faults_bar_the_worker_of_that_leg_and_a_probe_lets_it_in_again() -> Non
     assert names_later.count(failing) == 1, "one probe"
     probe = f"later {names_later.index(failing)}"
     made.first_token(probe, computed=165, found_pages=0, prefill_s=0.1, now_s=at + PAUSE_S)
+    made.decoding(probe, now_s=at + PAUSE_S)
     made.end(probe, now_s=at + PAUSE_S)
     assert [send(made, f"x{i}", now_s=at + PAUSE_S).decode.site.worker for i in range(4)].count(failing) == 2
+
+
+def test_a_prefill_worker_may_be_at_fault_after_its_first_token() -> None:
+    made = roster("round_robin", workers=("p0", "d0"))
+    for i in range(MOST_FAULTS):
+        send(made, str(i), now_s=i)
+        made.first_token(str(i), computed=165, found_pages=0, prefill_s=0.1, now_s=i)
+        made.lost(str(i), Leg.PREFILL, Outcome.FAULT, now_s=i)
+        made.lost(str(i), Leg.PREFILL, Outcome.FAULT, now_s=i)
+    now_s = MOST_FAULTS - 1
+    barred = {w.name: (w.prefill_barred_s, w.decode_barred_s) for w in made.snapshot((), now_s=now_s)}
+    assert barred == {"p0": (PAUSE_S, 0), "d0": (0, 0)}
 
 
 def test_a_busy_worker_is_not_punished() -> None:
@@ -176,7 +189,7 @@ def test_whatever_happens_nothing_stays_charged(policy: str, events: list[tuple[
         elif event == "first":
             made.first_token(request, computed=100, found_pages=4, prefill_s=0.1 * number, now_s=now)
         elif event == "decoding":
-            made.decoding(request, moved_bytes=number, transfer_s=0.1)
+            made.decoding(request, now_s=now, moved_bytes=number, transfer_s=0.1)
         elif event == "end":
             made.end(request, now_s=now, keys=KEYS)
             live.discard(request)
