@@ -8,9 +8,9 @@ multiplies its rate; each value is a table. The same policy chooses both legs. W
 `jaxpd.routing.synthetic.Speeds`; `jaxpd/routing/simulation.py` says what is left out. The times are therefore not those
 of any machine: the order of the policies is what can be learned.
 
-`met` is the share of all requests that meet TTFT and TPOT, refusals are misses; `of accepted` leaves those out. `busiest`
-and `idlest` are the seconds that a prefill replica computed over the mean of all. Only `ttft_estimate` refuses, and what
-it refuses first are the longest prompts: its TTFT is over the others, so compare `met`.
+`met` is the share of all requests that meet TTFT and TPOT, refusals are misses; `of accepted` leaves those out.
+`busiest` and `idlest` are the seconds that a prefill replica computed over the mean of all. Only `ttft_estimate`
+refuses, and what it refuses first are the longest prompts: its TTFT is over the others, so compare `met`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ from jaxpd.routing.synthetic import Cluster, Slo, Summary, summarise
 from serving.bench.traces import read_trace
 
 RESULTS = pathlib.Path(__file__).parent / "results"
-COLUMNS = ("policy", "met", "of accepted", "refused", "TTFT mean", "p50", "p99", "TPOT p99", "found", "busiest", "idlest")
+TIMES = ("TTFT mean", "p50", "p99", "TPOT p99")
+COLUMNS = ("policy", "met", "of accepted", "refused", *TIMES, "found", "busiest", "idlest")
 
 
 def load(path: pathlib.Path | None, count: int, rate: float) -> list[Arrival]:
@@ -92,7 +93,7 @@ def rows(found: dict[str, Any]) -> list[list[str]]:
 def markdown(result: dict[str, Any]) -> str:
     """The tables with what they were made by."""
     lines = [f"# Routing policies: {result['trace']}", "", f"`{result['command']}`", ""]
-    for rate, one in result["rates"].items():
+    for one in result["rates"].values():
         lines += [f"## {one['title']}", "", "| " + " | ".join(COLUMNS) + " |", "|---" + "|---:" * 10 + "|"]
         lines += ["| " + " | ".join(row) + " |" for row in rows(one["policies"])]
         lines += [""]

@@ -1,6 +1,6 @@
-"""Which replicas may be chosen for a leg of a request, or why there are none: the part that all routing policies share.
+"""Which replicas may be chosen for a leg of a request, or why there are none: what all routing policies share.
 
-    of the role and ready -> large enough -> not tried before -> healthy -> queue not full -> those with room now, if any
+    of the role and ready -> large enough -> not tried before -> healthy -> queue not full -> with room now, if any has
 
 Each arrow that leaves nobody is a `Reason`, in this order: the first that holds is the one that the client is told.
 """

@@ -3,8 +3,8 @@
     prefill   what is queued there - what of it is computed already + what no cache has of the prompt      -> TTFT
     decode    transfer of what is missing + the answer's steps, with one sequence more                  -> TTST, TPOT
 
-Fitted to each worker by what it took before (jaxpd/policies/fit.py). Transfer is no part of the TTFT: the prefill worker
-streams the first token itself.
+Fitted to each worker by what it took before (jaxpd/policies/fit.py). Transfer is no part of the TTFT: the prefill
+worker streams the first token itself.
 """
 
 from __future__ import annotations
@@ -24,12 +24,14 @@ Estimates = dict[Site, tuple[float, float, str]]  # (cost in seconds, seconds to
 
 def prefill_estimates(asked: Asked, found: Sequence[Candidate]) -> Estimates | None:
     """By replica, of the first token; None while nothing is known of any worker."""
-    fits = _known([c.worker for c in found], "prefill")
-    if fits is None:
+    sure = [c.worker.prefill for c in found if c.worker.prefill.sure]
+    if not sure:
         return None
     estimates: Estimates = {}
     for c in found:
-        fit, replica = fits[c.worker.name], c.replica
+        fit, replica = c.worker.prefill, c.replica
+        if not fit.sure or replica.idle_s > STALE_S:
+            fit = min(sure, key=lambda other: other.seconds(asked.prompt_tokens))
         done_s = min(replica.head_s, fit.seconds(replica.head_tokens, 1)) if replica.queued else 0.0
         queue_s = fit.seconds(replica.pending_tokens, replica.queued) - done_s
         missing = asked.prompt_tokens - hit_tokens(asked, c)

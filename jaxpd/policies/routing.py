@@ -106,8 +106,9 @@ def kv_aware(asked: Asked, workers: Sequence[Worker], leg: Leg, draw: float) -> 
 def ttft_estimate(asked: Asked, workers: Sequence[Worker], leg: Leg, draw: float) -> Choice | Refusal:
     """Prefill: the queue there, then what is missing of the prompt. Decode: the transfer, then the answer's steps.
 
-    A worker that nothing is known of is taken for an average one; while nothing is known of any, `kv_aware` decides.
-    Bounds are held against the estimate plus its usual error, and only where the estimate is sure.
+    A prefill worker that nothing is known of, or nothing of late, is taken for the best: it is tried, and shows what it
+    takes; otherwise one whose estimate was spoilt would never be chosen again. While nothing is known of any, `kv_aware`
+    decides. Bounds are held against the estimate plus its usual error, and only where the estimate is sure.
     """
     found = candidates(asked, workers, leg)
     if isinstance(found, Refusal):
@@ -121,8 +122,8 @@ def ttft_estimate(asked: Asked, workers: Sequence[Worker], leg: Leg, draw: float
         bound = min((e for e in estimates.values() if e[1] == late), key=lambda e: e[0])
         what, limit_s = bound[2], getattr(asked, f"{bound[2]}_slo_s")
         message = (
-            f"a {what.upper()} of {limit_s:g} s was asked for, and the {leg.value} worker that comes nearest to it would "
-            f"miss it by {late:.3g} s; try again later"
+            f"a {what.upper()} of {limit_s:g} s was asked for, and the {leg.value} worker that comes nearest to it "
+            f"would miss it by {late:.3g} s; try again later"
         )
         return Refusal(leg=leg, reason=Reason.TOO_LATE, message=message, retry_after_s=hint(late))
     kept = [c for c in found if estimates[c.site][1] <= 0]

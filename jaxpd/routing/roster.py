@@ -155,9 +155,7 @@ class Roster:
             self.index.learn(charge.site, believed=believed, found=found_pages)
             self._learn(charge.site.worker, "prefill", computed, prefill_s)
 
-    def decoding(
-        self, request_id: str, *, now_s: float, moved_bytes: int = 0, transfer_s: float | None = None
-    ) -> None:
+    def decoding(self, request_id: str, *, now_s: float, moved_bytes: int = 0, transfer_s: float | None = None) -> None:
         """The decode worker has it and decodes; None: nothing had to cross. Only now the prefill leg went well."""
         self.ledger.start(request_id)
         sent = self._sent.get(request_id)

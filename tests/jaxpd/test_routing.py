@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from collections import Counter
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -147,9 +149,8 @@ def test_random_reaches_each_replica_as_often() -> None:
     two = dataclasses.replace(worker("b"), replicas=worker("b").replicas * 2)
     workers = (worker("a"), two)
     sites = [random(asked(), workers, Leg.PREFILL, i / 300) for i in range(300)]
-    assert [sum(isinstance(s, Choice) and s.site == site for s in sites) for site in (("a", 0), ("b", 0), ("b", 1))] == (
-        [100] * 3
-    )
+    counts = Counter(s.site for s in sites if isinstance(s, Choice))
+    assert counts == {("a", 0): 100, ("b", 0): 100, ("b", 1): 100}
 
 
 def test_round_robin_takes_turns_also_when_workers_come_and_go() -> None:
@@ -167,7 +168,8 @@ def test_round_robin_takes_turns_also_when_workers_come_and_go() -> None:
 
 
 def test_least_pending_counts_what_the_leg_has_to_do() -> None:
-    a, b = ({"pending_tokens": 50, "context_tokens": 900}, {"pending_tokens": 60, "context_tokens": 800})
+    a: dict[str, Any] = {"pending_tokens": 50, "context_tokens": 900}
+    b: dict[str, Any] = {"pending_tokens": 60, "context_tokens": 800}
     assert chosen(least_pending(asked(), [worker("a", **a), worker("b", **b)], Leg.PREFILL, 0.0)) == "a"
     decodes = [worker("a", "decode", **a), worker("b", "decode", **b)]
     assert chosen(least_pending(asked(), decodes, Leg.DECODE, 0.0)) == "b"
@@ -196,7 +198,7 @@ def test_affinity_holds_up_to_the_gap_and_yields_above_it() -> None:
 
     assert choose(AFFINITY_GAP) == "near"
     assert choose(AFFINITY_GAP + 1) == "idle"
-    assert choose(0, hit_pages=18) == "idle", "288 of 1000 tokens are no reason to go anywhere"
+    assert choose(1, hit_pages=18) == "idle", "288 of 1000 tokens are no reason to go anywhere"
 
 
 def test_affinity_finds_the_next_best_copy_when_the_best_is_busy() -> None:
@@ -249,9 +251,7 @@ def test_estimates_are_in_seconds_so_that_a_fast_worker_takes_more() -> None:
 
 
 def test_an_estimate_leaves_out_what_is_computed_and_what_is_cached() -> None:
-    busy = worker(
-        "a", pending_tokens=500, queued=1, head_tokens=500, head_s=0.3, hit_pages=50, prefill=measured(1e-3)
-    )
+    busy = worker("a", pending_tokens=500, queued=1, head_tokens=500, head_s=0.3, hit_pages=50, prefill=measured(1e-3))
     answer = ttft_estimate(asked(1000), [busy], Leg.PREFILL, 0.0)
     assert isinstance(answer, Choice) and answer.after_s == pytest.approx(0.2 + 0.2, rel=0.01)
     overdue = dataclasses.replace(busy, replicas=(dataclasses.replace(busy.replicas[0], head_s=60.0),))
@@ -274,10 +274,14 @@ def test_nothing_is_refused_on_a_guess() -> None:
     assert chosen(ttft_estimate(asked(1000, ttft_slo_s=0.1), unknown, Leg.PREFILL, 0.0)) == "b"
 
 
-def test_a_newcomer_is_taken_for_an_average_worker() -> None:
+def test_a_newcomer_is_taken_for_the_best_and_so_is_one_that_had_nothing_for_long() -> None:
     workers = [worker("old", pending_tokens=100, queued=1, prefill=measured(1e-3)), worker("new")]
     answer = ttft_estimate(asked(1000), workers, Leg.PREFILL, 0.0)
     assert chosen(answer) == "new" and isinstance(answer, Choice) and answer.after_s == pytest.approx(1.0, rel=0.01)
+    spoilt = worker("spoilt", prefill=measured(1e-2))
+    assert chosen(ttft_estimate(asked(1000), [workers[0], spoilt], Leg.PREFILL, 0.0)) == "old"
+    rested = worker("spoilt", prefill=measured(1e-2), idle_s=STALE_S + 1)
+    assert chosen(ttft_estimate(asked(1000), [workers[0], rested], Leg.PREFILL, 0.0)) == "spoilt"
 
 
 def test_an_estimate_that_nothing_confirms_fades_so_that_refusing_ends() -> None:
@@ -304,7 +308,7 @@ def test_decode_is_held_against_tpot_and_ttst_but_an_empty_replica_takes_one() -
 
 
 def test_decode_weighs_the_transfer_against_the_steps() -> None:
-    near = {"hit_pages": 62, "running": 30, "step": measured(1e-3), "transfer": measured(1e-6)}
+    near: dict[str, Any] = {"hit_pages": 62, "running": 30, "step": measured(1e-3), "transfer": measured(1e-6)}
     workers = [worker("near", "decode", **near), worker("idle", "decode", **{**near, "hit_pages": 0, "running": 0})]
     big = {"page_bytes": 20_000}  # 1.24 s for all pages
     assert chosen(ttft_estimate(asked(1000, answer_tokens=10, **big), workers, Leg.DECODE, 0.0)) == "near"

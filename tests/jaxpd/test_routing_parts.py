@@ -40,7 +40,7 @@ LINE = [(100.0 * (1 + i % 7), 0.05 + 0.1 * (1 + i % 7)) for i in range(30)]
 
 def test_a_line_is_found_and_then_sure() -> None:
     fit = learned(*LINE)
-    assert fit.line == (pytest.approx(0.05), pytest.approx(1e-3))
+    assert fit.line == pytest.approx((0.05, 1e-3))
     assert fit.seconds(2000) == pytest.approx(2.05) and fit.seconds(2000, 3) == pytest.approx(2.15)
     assert fit.sure and fit.spread_s < 1e-9
 
@@ -55,8 +55,8 @@ def test_runs_that_contradict_each_other_are_not_sure() -> None:
 
 
 def test_runs_of_one_size_are_a_rate_and_runs_of_nothing_a_constant() -> None:
-    assert learned(*[(200.0, 0.4)] * 9).line == (0.0, pytest.approx(2e-3))
-    assert learned(*[(0.0, 0.4)] * 9).line == (pytest.approx(0.4), 0.0)
+    assert learned(*[(200.0, 0.4)] * 9).line == pytest.approx((0.0, 2e-3))
+    assert learned(*[(0.0, 0.4)] * 9).line == pytest.approx((0.4, 0.0))
 
 
 def test_one_stall_does_not_spoil_it() -> None:
@@ -83,7 +83,8 @@ def test_what_no_run_can_be_is_refused(run: tuple[float, float]) -> None:
 
 def test_pooled_is_the_line_through_the_runs_of_all() -> None:
     fit = pooled([learned(*LINE[:15]), learned(*LINE[15:]), Fit()])
-    assert fit.line == (pytest.approx(0.05), pytest.approx(1e-3)) and fit.sure
+    assert fit.line == pytest.approx((0.05, 1e-3))
+    assert fit.sure
 
 
 @pytest.mark.parametrize(
@@ -301,11 +302,8 @@ def test_a_worker_that_never_finds_what_it_should_is_believed_less_and_can_win_i
     for _ in range(50):
         index.learn(SITES[0], believed=index.hits(SITES[0], keys, now_s=1), found=0)
     assert index.hits(SITES[0], keys, now_s=1) == 10
-    for _ in range(50):
+    for _ in range(60):
         index.learn(SITES[0], believed=index.hits(SITES[0], keys, now_s=1), found=100)
-    assert index.hits(SITES[0], keys, now_s=1) >= 99
-    for _ in range(200):
-        index.learn(SITES[0], believed=100, found=100)
     assert index.hits(SITES[0], keys, now_s=1) == 100
 
 
