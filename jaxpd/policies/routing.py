@@ -106,9 +106,9 @@ def kv_aware(asked: Asked, workers: Sequence[Worker], leg: Leg, draw: float) -> 
 def ttft_estimate(asked: Asked, workers: Sequence[Worker], leg: Leg, draw: float) -> Choice | Refusal:
     """Prefill: the queue there, then what is missing of the prompt. Decode: the transfer, then the answer's steps.
 
-    A prefill worker that nothing is known of, or nothing of late, is taken for the best: it is tried, and shows what it
-    takes; otherwise one whose estimate was spoilt would never be chosen again. While nothing is known of any, `kv_aware`
-    decides. Bounds are held against the estimate plus its usual error, and only where the estimate is sure.
+    A prefill worker that nothing is known of, or nothing of late, is taken for the best: it is tried, and shows what
+    it takes; otherwise one whose estimate was spoilt would never be chosen again. While nothing is known of any,
+    `kv_aware` decides. Bounds are held against the estimate plus its usual error, and only where it is sure.
     """
     found = candidates(asked, workers, leg)
     if isinstance(found, Refusal):
