@@ -24,15 +24,17 @@ Estimates = dict[Site, tuple[float, float, str]]  # (cost in seconds, seconds to
 
 def prefill_estimates(asked: Asked, found: Sequence[Candidate]) -> Estimates | None:
     """By replica, of the first token; None while nothing is known of any worker."""
-    sure = [c.worker.prefill for c in found if c.worker.prefill.sure]
+    fits = {c.worker.name: c.worker.prefill for c in found}
+    sure = {name for name, fit in fits.items() if fit.sure}
     if not sure:
         return None
+    best = min((fits[name] for name in sorted(sure)), key=lambda fit: fit.seconds(asked.prompt_tokens))
     estimates: Estimates = {}
     for c in found:
-        fit, replica = c.worker.prefill, c.replica
-        if not fit.sure or replica.idle_s > STALE_S:
-            fit = min(sure, key=lambda other: other.seconds(asked.prompt_tokens))
-        done_s = min(replica.head_s, fit.seconds(replica.head_tokens, 1)) if replica.queued else 0.0
+        replica = c.replica
+        known = c.worker.name in sure and replica.idle_s <= STALE_S
+        fit = fits[c.worker.name] if known else best
+        done_s = min(replica.head_s, fit.seconds(replica.head_tokens)) if replica.queued else 0.0
         queue_s = fit.seconds(replica.pending_tokens, replica.queued) - done_s
         missing = asked.prompt_tokens - hit_tokens(asked, c)
         first_s = max(queue_s, 0.0) + fit.seconds(missing)
