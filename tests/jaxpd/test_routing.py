@@ -184,10 +184,11 @@ def test_ties_go_to_the_longer_prefix_and_then_to_the_one_chosen_longest_ago() -
 
 
 def test_power_of_two_compares_every_pair_and_takes_the_lighter() -> None:
-    workers = [worker(name, pending_tokens=i) for i, name in enumerate("abcd")]
+    pending = {"a": 3, "b": 1, "c": 2, "d": 0}
+    workers = [worker(name, pending_tokens=tokens) for name, tokens in pending.items()]
     got = [chosen(power_of_two(asked(), workers, Leg.PREFILL, (i + 0.5) / 12)) for i in range(12)]
-    assert sorted(got) == sorted(min(pair) for pair in itertools.permutations("abcd", 2))
-    assert chosen(power_of_two(asked(), workers[3:], Leg.PREFILL, 0.99)) == "d"
+    assert got == [min(pair, key=lambda name: pending[name]) for pair in itertools.permutations("abcd", 2)]
+    assert chosen(power_of_two(asked(), workers[:1], Leg.PREFILL, 0.99)) == "a"
 
 
 def test_affinity_holds_up_to_the_gap_and_yields_above_it() -> None:
