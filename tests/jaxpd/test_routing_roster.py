@@ -123,6 +123,9 @@ def test_the_requests_of_a_worker_that_is_gone_are_named_and_their_other_legs_fr
     made.lost("1", Leg.DECODE, Outcome.FAULT, now_s=1.0)
     assert made.ledger.total() == EMPTY and sent.decode.site.worker not in made.states()
     assert made.gone("never joined", now_s=1.0) == []
+    made.join(sent.decode.site.worker, Role.DECODE, replicas=1, pages=100)
+    hits = {w.name: w.replicas[0].hit_pages for w in made.snapshot(KEYS, now_s=2.0)}
+    assert hits[sent.decode.site.worker] == 0 and hits[sent.prefill.site.worker] == 10
 
 
 def test_faults_bar_the_worker_of_that_leg_and_a_probe_lets_it_in_again() -> None:
