@@ -8,7 +8,7 @@ from collections import Counter
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxpd.errors import InvalidArgument, JaxpdError, ResourceExhausted, Unavailable
@@ -63,6 +63,7 @@ def may_take(asked: Asked, worker: Worker, replica: int, leg: Leg) -> bool:
 
 
 @BY_NAME
+@settings(deadline=None)
 @given(requests(), clusters(), st.sampled_from(Leg), DRAWS)
 def test_only_those_are_chosen_that_can_and_a_refusal_says_why(
     policy: Policy, asked: Asked, workers: tuple[Worker, ...], leg: Leg, draw: float
@@ -79,6 +80,7 @@ def test_only_those_are_chosen_that_can_and_a_refusal_says_why(
 
 
 @BY_NAME
+@settings(deadline=None)
 @given(requests(), clusters(), st.sampled_from(Leg), DRAWS)
 def test_the_order_of_the_workers_decides_nothing(
     policy: Policy, asked: Asked, workers: tuple[Worker, ...], leg: Leg, draw: float
@@ -92,6 +94,7 @@ def test_the_order_of_the_workers_decides_nothing(
         assert isinstance(here, Refusal) and isinstance(there, Refusal) and here.reason is there.reason
 
 
+@settings(deadline=None)
 @given(requests(), clusters(), st.sampled_from(list(POLICIES)), st.sampled_from(list(POLICIES)), DRAWS, DRAWS)
 def test_a_route_has_both_legs_or_a_reason(
     asked: Asked, workers: tuple[Worker, ...], prefill: str, decode: str, first: float, second: float

@@ -6,7 +6,7 @@ from collections import OrderedDict
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxpd.policies.breaker import (
@@ -69,6 +69,7 @@ def test_a_worker_that_became_slower_is_soon_known_to_be() -> None:
     assert fit.seconds(400) == pytest.approx(5 * 0.45, rel=0.15)
 
 
+@settings(deadline=None)
 @given(st.lists(st.tuples(st.floats(0, 1e9), st.floats(0, 1e4)), max_size=40), st.floats(0, 1e9))
 def test_no_estimate_is_negative(runs: list[tuple[float, float]], units: float) -> None:
     fit = learned(*runs)
@@ -128,6 +129,7 @@ def test_it_opens_after_faults_in_a_row_and_only_then() -> None:
     assert breaker.waits_s(1) == PAUSE_S and breaker.waits_s(1 + PAUSE_S) == 0
 
 
+@settings(deadline=None)
 @given(st.lists(st.sampled_from([Outcome.OK, Outcome.BUSY, Outcome.NEUTRAL]), max_size=50))
 def test_back_pressure_and_wrong_requests_never_open_it(outcomes: list[Outcome]) -> None:
     breaker = Breaker()
@@ -192,6 +194,7 @@ ACTIONS = st.tuples(
 )
 
 
+@settings(deadline=None)
 @given(st.lists(ACTIONS, max_size=60))
 def test_charge_and_give_back_sum_to_zero(actions: list[tuple[str, str, Leg, Site, int]]) -> None:
     ledger = Ledger()
@@ -255,6 +258,7 @@ def chain(path: tuple[int, ...]) -> list[bytes]:
 PATHS = st.lists(st.integers(0, 1), max_size=12).map(tuple)
 
 
+@settings(deadline=None)
 @given(st.lists(PATHS, max_size=25), st.integers(1, 20), PATHS, st.integers(1, 3))
 def test_the_index_is_a_cache_of_its_sites_size_and_bisection_finds_what_it_has(
     recorded: list[tuple[int, ...]], capacity: int, asked: tuple[int, ...], stride: int

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxpd.policies.breaker import MOST_FAULTS, PAUSE_S, Outcome
@@ -158,6 +158,12 @@ def test_a_prefill_worker_may_be_at_fault_after_its_first_token() -> None:
     now_s = MOST_FAULTS - 1
     barred = {w.name: (w.prefill_barred_s, w.decode_barred_s) for w in made.snapshot((), now_s=now_s)}
     assert barred == {"p0": (PAUSE_S, 0), "d0": (0, 0)}
+    send(made, "probe", now_s=now_s + PAUSE_S)
+    made.first_token("probe", computed=165, found_pages=0, prefill_s=0.1, now_s=now_s + PAUSE_S)
+    waits = [w.prefill_barred_s for w in made.snapshot((), now_s=now_s + PAUSE_S)]
+    assert max(waits) > 0, "its first token is out, but its KV was not taken yet"
+    made.decoding("probe", now_s=now_s + PAUSE_S)
+    assert [w.prefill_barred_s for w in made.snapshot((), now_s=now_s + PAUSE_S)] == [0, 0]
 
 
 def test_a_busy_worker_is_not_punished() -> None:
@@ -176,6 +182,7 @@ EVENTS = st.tuples(
 )
 
 
+@settings(deadline=None)
 @given(st.sampled_from(list(POLICIES)), st.lists(EVENTS, max_size=60))
 def test_whatever_happens_nothing_stays_charged(policy: str, events: list[tuple[str, int, str, Leg]]) -> None:
     made = roster(policy, workers=("p0", "p1", "d0", "d1", "m0"))
