@@ -127,6 +127,8 @@ class Limits:
 
 
 def _size(count: int) -> str:
+    if 0 < count < MIB:
+        return f"{-(-count // 1024)} KiB"
     return f"{count / (1 << 30):.2f} GiB" if count >= 1 << 30 else f"{count / MIB:.0f} MiB"
 
 
@@ -166,14 +168,15 @@ def make_limits(
             sizes.append((role, spec, page, weight_bytes_per_device(config, spec.tp, np.dtype(dtype), rules)))
     budgets = [_kv_budget(asked, memory, spec, weights) for _, spec, _, weights in sizes]
     fits = min(budget // page for budget, (_, _, page, _) in zip(budgets, sizes, strict=True)) * asked.page_size
-    max_len = asked.max_model_len or min(config.max_position, fits // 128 * 128 or fits)
+    max_len = asked.max_model_len or min(config.max_position, fits // 128 * 128 or fits or 2 * asked.page_size)
     needed_pages = -(-max_len // asked.page_size)
     if fits < max_len or fits < 2 * asked.page_size:
         worst = max(page for _, _, page, _ in sizes) * needed_pages
+        shorter = f", or --max-model-len {fits}" if fits >= 2 * asked.page_size else ""
         raise FailedPrecondition(
             f"one sequence of --max-model-len {max_len} tokens needs {_size(worst)} of KV memory per device and there "
-            f"is room for {max(fits, 0)} tokens. Set --kv-memory {-(-worst // MIB)}MiB, or --max-model-len "
-            f"{max(fits, 0)}, or a mesh with more devices",
+            f"is room for {max(fits, 0)} tokens. Set --kv-memory {-(-worst // MIB)}MiB{shorter}, or a mesh with more "
+            "devices",
             field="max_model_len",
         )
     tokens = min(asked.max_num_batched_tokens or (512 if cpu else 2048), max(max_len, SMALLEST_PREFILL_BUCKET))

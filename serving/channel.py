@@ -147,9 +147,14 @@ class Way:
                     return Unavailable(f"no TLS connection to {self.server}: {trouble} ({details})")
         if "Socket closed" in details or "reset" in details:  # somebody listens; of why it hangs up we are not told
             if not self.secure:
-                reason = "if it speaks TLS, give tls or ca_certs"
+                reason = (
+                    "if it speaks TLS, give tls or ca_certs (--tls, --ssl-ca-certs); if it is the port of HTTP, give "
+                    "that of gRPC"
+                )
             elif self.certfile is None:
-                reason = "if it wants a certificate of the client, give certfile and keyfile"
+                reason = (
+                    "if it wants a certificate of the client, give certfile and keyfile (--ssl-certfile, --ssl-keyfile)"
+                )
             else:
                 reason = "it may not accept the client's certificate; give one that its CA has signed"
             return Unavailable(f"{self.server} hangs up ({details}); {reason}")

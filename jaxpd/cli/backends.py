@@ -53,11 +53,14 @@ def local(model: str, progress: Progress, config: dict[str, Any]) -> Iterator[Ba
 
 
 @contextlib.contextmanager
-def remote(address: str, model: str | None) -> Iterator[Backend]:
-    """A server at "host:port". Raises InvalidArgument where `model` is given and not the one it serves."""
+def remote(address: str, model: str | None, way: dict[str, Any]) -> Iterator[Backend]:
+    """A server at "host:port"; `way` are options of `serving.client.Client` such as its API key.
+
+    Raises InvalidArgument where `model` is given and not the one it serves.
+    """
     from serving.client import Client
 
-    with Client(address) as client:
+    with Client(address, **way) as client:
         if model is not None and (served := client.model_info().name) != model:
             raise InvalidArgument(
                 f"MODEL {model} is not what --server {address} serves, that is {served}; leave MODEL out", field="model"

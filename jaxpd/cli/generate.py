@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from jaxpd.cli import backends, options, prompts, structured
+from jaxpd.cli import backends, bench_flags, options, prompts, structured
 from jaxpd.cli.progress import console_progress
 from jaxpd.cli.render import Result, result_json, summary
 from jaxpd.errors import InvalidArgument
@@ -192,6 +192,50 @@ def generate(
             rich_help_panel=OUTPUT,
         ),
     ] = None,
+    api_key: Annotated[
+        str | None,
+        typer.Option(
+            metavar="KEY",
+            help="The server's API key; others on this machine may see it in the list of processes.",
+            show_default=False,
+            rich_help_panel=OUTPUT,
+        ),
+    ] = None,
+    api_key_file: Annotated[
+        pathlib.Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="File whose first line is the API key.",
+            show_default=False,
+            rich_help_panel=OUTPUT,
+        ),
+    ] = None,
+    tls: Annotated[
+        bool,
+        typer.Option("--tls", help="Speak TLS with the server; certificates below say so too.", rich_help_panel=OUTPUT),
+    ] = False,
+    ssl_ca_certs: Annotated[
+        pathlib.Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Certificates that the server's must be signed by (PEM).",
+            show_default="the system's",
+            rich_help_panel=OUTPUT,
+        ),
+    ] = None,
+    ssl_certfile: Annotated[
+        pathlib.Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Our own certificate, for mutual TLS (PEM).",
+            show_default=False,
+            rich_help_panel=OUTPUT,
+        ),
+    ] = None,
+    ssl_keyfile: Annotated[
+        pathlib.Path | None,
+        typer.Option(metavar="FILE", help="Its private key (PEM).", show_default=False, rich_help_panel=OUTPUT),
+    ] = None,
     as_json: Annotated[
         bool,
         typer.Option(
@@ -267,7 +311,14 @@ def generate(
         precompile=False if precompile is None and server is None else precompile,
         compile_cache=compile_cache,
     )
-    with _backend(server, model, engine) as backend:
+    way = {
+        "api_key": bench_flags.api_key(api_key, api_key_file),
+        "tls": tls or None,
+        "ca_certs": ssl_ca_certs,
+        "certfile": ssl_certfile,
+        "keyfile": ssl_keyfile,
+    }
+    with _backend(server, model, engine, {name: value for name, value in way.items() if value is not None}) as backend:
         streams = not as_json and len(inputs) == n == 1  # what comes interleaved is shown when it is whole
         results = [[_stream(backend, inputs[0], params)]] if streams else backend.generate(inputs, params)
     if as_json:
@@ -307,10 +358,15 @@ def _report(result: Result, where: str, *, with_summary: bool) -> None:
 
 
 def _backend(
-    server: str | None, model: str | None, engine: dict[str, Any]
+    server: str | None, model: str | None, engine: dict[str, Any], way: dict[str, Any]
 ) -> contextlib.AbstractContextManager[backends.Backend]:
-    """The backend that the flags name. Raises InvalidArgument for engine flags beside --server."""
+    """The backend that the flags name. Raises InvalidArgument for engine flags beside --server, and others without."""
     if server is None:
+        if way:
+            raise InvalidArgument(
+                "API keys and TLS are for a server, and none is named; add --server HOST:PORT or leave them out",
+                field=next(iter(way)),
+            )
         return backends.local(model or options.DEFAULT_MODEL, console_progress(), engine)
     if engine:
         flags = ", ".join(map(options.flag_of, engine))
@@ -318,7 +374,7 @@ def _backend(
             f"{flags} cannot go with --server {server}, whose meshes and limits were chosen at its start; leave it out",
             field=next(iter(engine)),
         )
-    return backends.remote(options.parse_address(server), model)
+    return backends.remote(options.parse_address(server), model, way)
 
 
 def _stream(backend: backends.Backend, prompt: prompts.Prompt, params: SamplingParams) -> Result:

@@ -142,9 +142,10 @@ def banner(limits: Limits, config: ServerConfig, ports: Ports, ready_s: float) -
             commands.append(f"or open {url} in a browser")
     if ports.grpc is not None:
         where.append(f"gRPC on {_address(config.host, ports.grpc)}")
-        if config.tls is None and not config.keys.required:
-            reached = _reached(config.host, ports.grpc)
-            commands.append(f'{command_name()} generate --server {reached} --prompt "The capital of France is"')
+        more = " --api-key-file FILE" if config.keys.required else ""
+        more += " --tls" if config.tls is not None else ""
+        reached = _reached(config.host, ports.grpc)
+        commands.append(f'{command_name()} generate --server {reached}{more} --prompt "The capital of France is"')
     return [
         "",
         f"jaxpd {__version__} serves {limits.model} in {limits.dtype}: {'; '.join(meshes)}",

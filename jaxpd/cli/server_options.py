@@ -59,7 +59,7 @@ ApiKeyFile = Annotated[
     pathlib.Path | None,
     typer.Option(
         metavar="FILE",
-        help='TOML with a table a key: [name], key = "...", and if wanted max_requests and max_tokens, the most '
+        help='TOML with a table a key: \\[name], key = "...", and if wanted max_requests and max_tokens, the most '
         "that it may have in flight.",
         show_default=False,
         rich_help_panel=SAFETY,

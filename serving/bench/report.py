@@ -29,6 +29,9 @@ _ROWS = (
 )
 
 
+FEW = 20  # requests of a probe that decide little
+
+
 def text(outcome: Outcome) -> str:
     """The report, for a terminal."""
     about, shown = outcome.about, outcome.shown
@@ -124,6 +127,12 @@ def _goodput_lines(outcome: Outcome) -> list[str]:
         )
     if any(probe.enough for probe in outcome.probes):
         lines.append("  * ended as soon as the target was out of reach")
+    missed = next((probe.summary.requests for probe in outcome.probes if probe.rate == found.above), FEW)
+    if missed < FEW:
+        lines.append(
+            f"note: {missed} requests decided that {found.above:.4g} requests/s are too many; a longer probe is surer "
+            "(--duration, --num-requests), or a higher --min-rate"
+        )
     return lines
 
 

@@ -87,6 +87,7 @@ def test_help_shows_defaults() -> None:
         (["generate", "--prompt", "a", "--stop", "x", "--stop", ""], "stop holds an empty string"),
         (["generate", "--prompt", "a", "--stop-token-ids", "5,x"], "--stop-token-ids: 'x' is not a token id"),
         (["generate", "--prompt", "a", "--stop-token-ids", "-5"], "stop_token_ids holds -5, which is outside"),
+        (["generate", "--prompt", "a", "--api-key", "k"], "API keys and TLS are for a server, and none is named"),
         (
             ["generate", "--prompt", "a", "--server", "h:1", "--step-timeout", "9", "--local-prefill", "auto"],
             "--local-prefill, --step-timeout cannot go with --server h:1",
