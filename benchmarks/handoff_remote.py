@@ -1,18 +1,18 @@
 """How fast does KV go from one process to another, beside what the machinery below it can do?
 
-    python -m benchmarks.handoff_remote [--sizes 2 16 64] [--meshes 8x1:1x1 2x1:4x1 1x1:1x1] [--repeats 7] [--output FILE]
+    python -m benchmarks.handoff_remote [--sizes 2 16 64] [--meshes 8x1:1x1 2x1:4x1 1x1:1x1] [--repeats 7]
 
 Two processes of this machine, each with its own JAX. This one is the decode side, its child the prefill side. A repeat
 moves some staged pieces of one size in three ways, one right after the other, in an order that rotates:
 
-    remote     `meshes.transfer.remote`: offers, leases, bounds, pulls, the copies to other head slots, acks. The control
-               messages go over a pipe between the two, and their time counts
-    transfer   `jax.experimental.transfer` alone, as bare as it can be used: the same shards, all offered before the clock
-               starts, pulled onto the same devices with as many pulls in flight, and waited for in their order
+    remote     `meshes.transfer.remote`: offers, leases, bounds, pulls, the copies to other head slots, acks. The
+               control messages go over a pipe between the two, and their time counts
+    transfer   `jax.experimental.transfer` alone, as bare as it can be used: the same shards, all offered before the
+               clock starts, pulled onto the same devices with as many pulls in flight, waited for in their order
     tcp        the same bytes from a buffer of one process through one loopback socket into a buffer of the other
 
 GB/s (10^9 bytes of true KV heads, each once) are medians over the repeats; `share` is the median of the repeats' own
-ratios, since other load on the machine hits neighbours alike. The first repeat of each case warms up and is not counted.
+ratios, since other load on the machine hits neighbours alike. The first repeat of a case warms up and is not counted.
 """
 
 from __future__ import annotations
@@ -195,8 +195,7 @@ class Decode:
         self._pipe.send(("stage", case))
         assert self._pipe.recv() == "staged"
         time.sleep(0.02)  # let the threads that staged go to sleep
-        seconds = float(getattr(self, f"_{way}")(case))
-        return seconds
+        return float(getattr(self, f"_{way}")(case))
 
     def _remote(self, case: Case) -> float:
         dst, mesh = layout_of(case.dst), mesh_of(case.dst)
@@ -290,23 +289,24 @@ def measure(decode: Decode, case: Case, repeats: int) -> dict[str, Any]:
 
 def table(about: dict[str, Any], rows: Sequence[dict[str, Any]], command: str) -> str:
     """The figures in Markdown."""
+    where = f"a {about['name']}, jax {about['packages']['jax']}, {about['date']}"
     lines = [
         "# The hand-off between two processes",
         "",
-        f"`{command}` on a {about['name']}, jax {about['packages']['jax']}, {about['date']}.",
+        f"`{command}` on {where}.",
         f"Other processes used {about['cores_used_by_other_processes']} cores meanwhile. Medians; {IN_FLIGHT} pulls in",
-        "flight. `remote` contains the control messages and the copies to other head slots, `transfer` and `tcp` do not",
-        "(see the script).",
+        "flight. `remote` contains the control messages and the copies to other head slots, the others do not (see the",
+        "script).",
         "",
-        "| meshes | MB a piece | pieces | remote GB/s | transfer GB/s | tcp GB/s | share of transfer (range) | of tcp |",
+        "| meshes | MB a piece | pieces | remote GB/s | transfer | tcp | share of transfer (range) | of tcp |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:
         rates, shares = row["gb_s"], row["shares_of_transfer"]
+        share = f"{row['share_of_transfer']:.2f} ({min(shares):.2f} to {max(shares):.2f})"
         lines.append(
             f"| {row['meshes']} | {row['piece_mb']:.1f} | {row['pieces']} | {rates['remote']:.2f} | "
-            f"{rates['transfer']:.2f} | {rates['tcp']:.2f} | "
-            f"{row['share_of_transfer']:.2f} ({min(shares):.2f} to {max(shares):.2f}) | {row['share_of_tcp']:.2f} |"
+            f"{rates['transfer']:.2f} | {rates['tcp']:.2f} | {share} | {row['share_of_tcp']:.2f} |"
         )
     return "\n".join(lines) + "\n"
 
@@ -349,7 +349,8 @@ def main() -> None:
     child.join()
     command = " ".join(["python -m benchmarks.handoff_remote", *sys.argv[1:]])
     path = args.output or RESULTS / f"handoff_remote-{slug(about)}-jax-{about['packages']['jax']}.json"
-    path.write_text(json.dumps({"command": command, "machine": about, "rows": rows}, indent=1) + "\n", encoding="utf-8")
+    result = {"command": command, "machine": about, "rows": rows}
+    path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     text = table(about, rows, command)
     path.with_suffix(".md").write_text(text, encoding="utf-8")
     print(text)

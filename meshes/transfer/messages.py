@@ -27,13 +27,13 @@ KEY_BITS = 64
 class Offer:
     """One staged piece that can be pulled: some pages of all layers, cut into true KV heads.
 
-    `key` names the data to the transfer server, and whoever knows it can pull: do not log it. `shape` is that of one
-    head, [1, L, N, S, W]; there are `layout.num_kv_heads` of them.
+    `key` names the data to the transfer server, and whoever knows it can pull, so it is not shown. `shape` is that of
+    one head, [1, L, N, S, W]; there are `layout.num_kv_heads` of them. Raises ValueError where a field makes no sense.
     """
 
     id: int
     generation: int  # 1 for the first offering of the id
-    key: int
+    key: int = dataclasses.field(repr=False)
     address: str  # of the offering side's transfer server
     layout: HeadLayout  # how the offering side cuts KV heads
     shape: tuple[int, ...]
@@ -47,6 +47,10 @@ class Offer:
             raise ValueError(f"offer {self.id:016x}: {self.generation=} and {self.lease_s=} must be positive")
         if len(self.shape) < 1 or self.shape[0] != 1 or min(self.shape) < 1:
             raise ValueError(f"offer {self.id:016x}: a head has the shape [1, L, N, S, W], not {self.shape}")
+        try:
+            jnp.dtype(self.dtype)
+        except TypeError:
+            raise ValueError(f"offer {self.id:016x}: {self.dtype!r} is no dtype of this process") from None
 
     @property
     def nbytes(self) -> int:

@@ -18,6 +18,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import logging
+import math
 import threading
 from collections.abc import Callable, Sequence
 
@@ -41,8 +42,8 @@ class OfferLimits:
     lease_s: float = 30.0
 
     def __post_init__(self) -> None:
-        if self.max_bytes < 1 or self.max_count < 1 or not self.lease_s > 0:
-            raise ValueError(f"{self} must have positive limits")
+        if self.max_bytes < 1 or self.max_count < 1 or not 0 < self.lease_s < math.inf:
+            raise ValueError(f"{self} must have positive limits, and leases that end")
 
 
 class End(enum.StrEnum):
@@ -74,7 +75,7 @@ Done = Callable[[Released], None]
 @dataclasses.dataclass(eq=False)
 class _Staged:
     heads: list[jax.Array]
-    layout: HeadLayout
+    offer: Offer  # but for its key and generation
     announce: Announce
     done: Done
     since_s: float
@@ -111,14 +112,27 @@ class OfferingSide:
         """Takes charge of a piece: true KV heads [1, L, N, S, W], ready or still computed; returns its id.
 
         None: `nbytes` more than fit at the moment, nothing was taken. From another thread `announce` is called once
-        per generation, when the piece can be pulled, and `done` once, when its memory is free.
+        per generation, when the piece can be pulled, and `done` once, when its memory is free. Raises ValueError for
+        shapes that cannot be offered, RuntimeError when closed.
         """
+        offer = Offer(
+            id=0,
+            generation=1,
+            key=0,
+            address=self._link.address,
+            layout=layout,
+            shape=tuple(heads[0].shape),
+            dtype=str(heads[0].dtype),
+            lease_s=self._limits.lease_s,
+        )
+        now_s = self._clock()
         with self._lock:
             if self._closed:
                 raise RuntimeError("the transport is closed")
             if (lease := self._leases.grant(nbytes)) is None:
                 return None
-            self._staged[lease.id] = _Staged(list(heads), layout, announce, done, self._clock())
+            offer = dataclasses.replace(offer, id=lease.id)
+            self._staged[lease.id] = _Staged(list(heads), offer, announce, done, now_s)
         self._wake()
         return lease.id
 
@@ -133,30 +147,27 @@ class OfferingSide:
 
     def ack(self, ack: Ack) -> bool:
         """The peer has it. False: there was nothing to end (a duplicate, an earlier generation, or too late)."""
-        return self._end(ack.id, ack.generation, End.ACKED, "acknowledged")
+        return self._end(ack.id, End.ACKED, "acknowledged", ack.generation) is not None
 
     def refuse(self, refuse: Refuse) -> bool:
         """The peer does not want it; as `ack`."""
-        return self._end(refuse.id, refuse.generation, End.REFUSED, refuse.reason)
+        return self._end(refuse.id, End.REFUSED, refuse.reason, refuse.generation) is not None
 
     def abort(self, id: int) -> Revoke | None:
-        """This side takes it back; the message for the peer. None: it has ended already."""
-        with self._lock:
-            lease = self._leases.end(id)
-            if lease is None:
-                return None
-            self._ended.append((lease, self._staged.pop(id), End.ABORTED, "aborted by the prefill side"))
-        self._wake()
-        return Revoke(id, lease.generation, "aborted by the prefill side")
+        """This side takes it back; the message for the peer (generation 0: it never heard of it). None: it is over."""
+        reason = "aborted by the prefill side"
+        lease = self._end(id, End.ABORTED, reason)
+        return None if lease is None else Revoke(id, lease.generation, reason)
 
     def tick(self) -> float | None:
         """Does what is due; returns the seconds until there may be more, None: nothing to wait for. One thread only."""
         now = self._clock()
         with self._lock:
-            for lease in self._leases.expired():
-                reason = f"nobody took it within its lease of {self._limits.lease_s} s"
-                self._note_end(lease.id, End.EXPIRED, reason)
+            expired = self._leases.expired()
             due = [(id, staged) for id, staged in self._staged.items() if staged.due]
+        for lease in expired:
+            reason = f"nobody took it within its lease of {self._limits.lease_s} s"
+            self._end(lease.id, End.EXPIRED, reason, lease.generation)
         for id, staged in due:
             if are_ready(staged.heads):
                 self._put(id, staged)
@@ -171,61 +182,49 @@ class OfferingSide:
         """Ends all offers. Idempotent; call it from the thread of `tick`, or when that has ended."""
         with self._lock:
             self._closed = True
-            for id in self._leases.ids():
-                self._note_end(id, End.CLOSED, "the prefill side was closed")
+            live = self._leases.ids()
+        for id in live:
+            self._end(id, End.CLOSED, "the prefill side was closed")
         self._free_ended()
 
-    def _end(self, id: int, generation: int, end: End, reason: str) -> bool:
+    def _end(self, id: int, end: End, reason: str, generation: int | None = None) -> Lease | None:
+        """Everything ends here: once, and only in the generation that is meant (None: any)."""
         with self._lock:
-            if (lease := self._leases.end(id, generation)) is None:
-                return False
-            self._ended.append((lease, self._staged.pop(id), end, reason))
-        self._wake()
-        return True
-
-    def _note_end(self, id: int, end: End, reason: str) -> None:
-        if (lease := self._leases.end(id)) is not None:
-            self._ended.append((lease, self._staged.pop(id), end, reason))
+            lease = self._leases.end(id, generation)
+            if lease is not None:
+                self._ended.append((lease, self._staged.pop(id), end, reason))
+        if lease is not None:
+            self._wake()
+        return lease
 
     def _put(self, id: int, staged: _Staged) -> None:
-        error = failure(staged.heads)
-        key, old = draw_id(), staged.key
-        if error is None:
-            staged.key = key  # should the offer end before the next line, `_free_ended` withdraws it after that
-            try:
-                if old is not None:
-                    self._link.withdraw(old)
-                self._link.put(key, staged.heads)
-            except Exception as raised:  # the link is closed, or its server fails: this piece cannot be had
-                error = raised
-        with self._lock:
-            staged.due = False
-            if error is not None:
-                log.warning("offer %016x failed: %s", id, error)
-                self._note_end(id, End.FAILED, f"{type(error).__name__}: {error}")
-                return
-            lease = self._leases.start(id, self._limits.lease_s)
-        if lease is None:
+        staged.due = False
+        try:
+            if (error := failure(staged.heads)) is not None:
+                raise error
+            key, old = draw_id(), staged.key
+            staged.key = key  # should the offer end before the next lines, `_free_ended` withdraws it after them
+            if old is not None:
+                self._link.withdraw(old)
+            self._link.put(key, staged.heads)
+        except Exception as error:  # of the program, the link or its server: this piece cannot be had
+            log.warning("offer %016x failed: %s", id, error)
+            self._end(id, End.FAILED, f"{type(error).__name__}: {error}")
             return
-        head = staged.heads[0]
-        offer = Offer(
-            id=id,
-            generation=lease.generation,
-            key=key,
-            address=self._link.address,
-            layout=staged.layout,
-            shape=tuple(head.shape),
-            dtype=str(head.dtype),
-            lease_s=self._limits.lease_s,
-        )
-        call(staged.announce, offer)
+        with self._lock:
+            lease = self._leases.start(id, self._limits.lease_s)
+        if lease is not None:
+            call(staged.announce, dataclasses.replace(staged.offer, key=key, generation=lease.generation))
 
     def _free_ended(self) -> None:
         with self._lock:
             ended, self._ended = self._ended, []
         for lease, staged, end, reason in ended:
-            if staged.key is not None:
-                self._link.withdraw(staged.key)
+            try:
+                if staged.key is not None:
+                    self._link.withdraw(staged.key)
+            except Exception:  # a server in such a state takes no new offers either; the caller is answered
+                log.exception("offer %016x could not be withdrawn", lease.id)
             staged.heads.clear()
             with self._lock:
                 self._leases.free(lease)

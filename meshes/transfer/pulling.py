@@ -45,7 +45,10 @@ Place = Callable[[Sequence[jax.Array]], Arrays]
 
 @dataclasses.dataclass(frozen=True)
 class PullLimits:
-    """How much may be in flight at once, and how long a piece may take, its time in the queue included."""
+    """How much may be in flight at once, and how long a piece may take, its time in the queue included.
+
+    Bytes are those that cross; copies to other head slots, where KV heads are replicated, come on top.
+    """
 
     max_bytes: int
     max_count: int = 8
@@ -90,6 +93,7 @@ class _Transfer:
     targets: list[jax.Device]
     place: Place
     done: Done
+    limit_s: float
     ends_s: float
     phase: _Phase = _Phase.QUEUED
     began_s: float = 0.0
@@ -124,14 +128,17 @@ class PullingSide:
         with self._lock:
             return self._used()
 
-    def pull(self, offer: Offer, targets: Sequence[jax.Device], place: Place, done: Done) -> bool:
+    def pull(
+        self, offer: Offer, targets: Sequence[jax.Device], place: Place, done: Done, *, timeout_s: float | None = None
+    ) -> bool:
         """Queues an offer; head h is to land on `targets[h]`, and `place` makes of them what is handed on.
 
-        `done` is called once, from another thread, with settled arrays or the error; after arrays call `taken` (or
-        `abort`). False: this offer is known already, and `done` will not be called.
+        It has `timeout_s` (None: as in the limits), but never more than the lease. `done` is called once, from another
+        thread, with settled arrays or the error; after arrays call `taken` (or `abort`). False: this offer is known
+        already, and `done` will not be called.
         """
-        now = self._clock()
-        seconds = min(self._limits.timeout_s, offer.lease_s)
+        limit_s = min(self._limits.timeout_s if timeout_s is None else timeout_s, offer.lease_s)
+        ends_s = self._clock() + limit_s
         with self._lock:
             if self._closed:
                 raise RuntimeError("the transport is closed")
@@ -140,7 +147,7 @@ class PullingSide:
             self._seen[offer.id, offer.generation] = None
             while len(self._seen) > REMEMBERED:
                 self._seen.popitem(last=False)
-            self._live[offer.id] = _Transfer(offer, list(targets), place, done, now + seconds)
+            self._live[offer.id] = _Transfer(offer, list(targets), place, done, limit_s, ends_s)
         self._wake()
         return True
 
@@ -174,7 +181,10 @@ class PullingSide:
         return self._fail_soon(failed, lambda offer: (offer.id, offer.generation) == (revoke.id, revoke.generation)) > 0
 
     def drop_peer(self, address: str) -> None:
-        """The peer is known to be gone: what is under way from it fails now and not at its deadline."""
+        """The peer is known to be gone: what is under way from it fails now and not at its deadline.
+
+        Also to be called when a peer has been started again under its old address, whose connection is a dead one.
+        """
         failed = TransferFailed(Cause.ERROR, f"the prefill side at {address} is gone")
         self._fail_soon(failed, lambda offer: offer.address == address)
         self._link.cut(address)
@@ -228,7 +238,7 @@ class PullingSide:
     def _next(self) -> _Transfer | None:
         """The first in the queue, if there is room for it; a piece above the bound may go alone."""
         with self._lock:
-            transfer = next((t for t in self._live.values() if t.phase is _Phase.QUEUED), None)
+            transfer = next((t for t in self._live.values() if t.phase is _Phase.QUEUED and t.ending is None), None)
             if transfer is None:
                 return None
             used = self._used()
@@ -241,9 +251,8 @@ class PullingSide:
     def _start(self, transfer: _Transfer) -> None:
         offer = transfer.offer
         transfer.began_s = self._clock()
-        dtype = jnp.dtype(offer.dtype)
         wanted = [
-            jax.ShapeDtypeStruct(offer.shape, dtype, sharding=SingleDeviceSharding(device))
+            jax.ShapeDtypeStruct(offer.shape, jnp.dtype(offer.dtype), sharding=SingleDeviceSharding(device))
             for device in transfer.targets
         ]
         try:
@@ -259,7 +268,7 @@ class PullingSide:
             self._drop(transfer, transfer.ending)
             return
         if self._clock() >= transfer.ends_s:
-            self._drop(transfer, self._too_late(transfer))
+            self._drop(transfer, _too_late(transfer))
             return
         if transfer.phase is _Phase.PULLING and transfer.pull is not None and transfer.pull.settled():
             try:
@@ -310,15 +319,15 @@ class PullingSide:
                     self._lost.remove(transfer)
                     self.late_bytes += transfer.offer.nbytes
 
-    def _too_late(self, transfer: _Transfer) -> TransferFailed:
-        offer = transfer.offer
-        limit = min(self._limits.timeout_s, offer.lease_s)
-        doing = "waited for its turn" if transfer.phase is _Phase.QUEUED else "was under way"
-        return TransferFailed(
-            Cause.DEADLINE,
-            f"a piece of {offer.nbytes} bytes from {offer.address} {doing} and did not arrive within {limit} s (the "
-            f"lease is {offer.lease_s} s, the time-out {self._limits.timeout_s} s)",
-        )
+
+def _too_late(transfer: _Transfer) -> TransferFailed:
+    offer = transfer.offer
+    doing = "waited for its turn" if transfer.phase is _Phase.QUEUED else "was under way"
+    return TransferFailed(
+        Cause.DEADLINE,
+        f"a piece of {offer.nbytes} bytes from {offer.address} {doing} and did not arrive within {transfer.limit_s} s "
+        f"(its lease is {offer.lease_s} s)",
+    )
 
 
 def _broken(error: Exception) -> TransferFailed:

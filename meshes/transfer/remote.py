@@ -81,16 +81,20 @@ class RemoteTransport:
         nbytes = sum(array.nbytes for array in staging)
         return self.offering.offer(true_heads(staging, src), src, nbytes, announce, done)
 
-    def pull(self, offer: Offer, dst: HeadLayout, dst_mesh: Mesh, done: PullDone) -> bool:
+    def pull(
+        self, offer: Offer, dst: HeadLayout, dst_mesh: Mesh, done: PullDone, *, timeout_s: float | None = None
+    ) -> bool:
         """Fetches an offered piece into a replica's layout: `dst.kv_per_device` arrays [tp, L, N, S, W] on `dst_mesh`.
 
-        `dst_mesh` is 1 x tp. `done` is called once, with settled arrays or the error; then call `pulling.taken`. The
-        arrays may share buffers, so do not donate them. False: the offer is known already. Raises ValueError where the
-        KV heads do not fit (answer with a Refuse), RuntimeError when closed.
+        `dst_mesh` is 1 x tp. It may take `timeout_s` (None: as in the limits), but never longer than the lease. `done`
+        is called once, with settled arrays or the error; then call `pulling.taken`. The arrays may share buffers, so do
+        not donate them. False: the offer is known already. Raises ValueError where the KV heads do not fit (answer with
+        a Refuse), RuntimeError when closed.
         """
         check_layouts(offer.layout, dst, dst_mesh)
         place = functools.partial(place_heads, src=offer.layout, dst=dst, dst_mesh=dst_mesh)
-        return self.pulling.pull(offer, receivers(offer.layout, dst, dst_mesh), place, done)
+        targets = receivers(offer.layout, dst, dst_mesh)
+        return self.pulling.pull(offer, targets, place, done, timeout_s=timeout_s)
 
     def close(self) -> None:
         """Ends everything: all offers are withdrawn, all pulls fail, and everybody is called. Idempotent."""

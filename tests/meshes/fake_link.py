@@ -102,6 +102,8 @@ class FakeLink:
         self.there[key] = list(arrays)
 
     def withdraw(self, key: int) -> None:
+        if self.broken is not None:
+            raise self.broken
         self.there.pop(key, None)
         self.withdrawn.append(key)
 

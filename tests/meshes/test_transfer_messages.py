@@ -63,6 +63,10 @@ def test_an_offer_knows_its_bytes() -> None:
     assert offer.nbytes == 3 * 30 * 4 * 16 * 128 * 2
 
 
+def test_the_key_is_not_shown() -> None:
+    assert "key" not in repr(make_offer(1))
+
+
 @pytest.mark.parametrize(
     "wrong",
     [
@@ -76,6 +80,7 @@ def test_an_offer_knows_its_bytes() -> None:
         {"shape": ()},
         {"shape": (2, 3)},
         {"shape": (1, 0)},
+        {"dtype": "float13"},
     ],
     ids=str,
 )

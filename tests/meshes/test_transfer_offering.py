@@ -120,6 +120,22 @@ def test_a_server_that_fails_fails_this_offer_alone() -> None:
     assert s.offered().generation == 1
 
 
+def test_a_server_that_takes_nothing_back_answers_the_caller_nevertheless() -> None:
+    s = Side()
+    offer = s.offered()
+    s.link.broken = RuntimeError("broken")
+    s.side.ack(Ack(offer.id, 1))
+    s.side.tick()
+    assert s.ends() == [End.ACKED] and s.side.used_bytes == 0
+
+
+def test_what_cannot_be_offered_is_refused_in_the_callers_thread() -> None:
+    s = Side()
+    with pytest.raises(ValueError, match=r"\[1, L, N, S, W\], not \(1, 2, 0, 4, 8\)"):
+        s.offer(arrays=heads(shape=(1, 2, 0, 4, 8)))
+    assert s.side.used_bytes == 0 and s.side.tick() is None
+
+
 def test_an_abort_before_it_is_ready() -> None:
     s = Side()
     arrays = heads(ready=False)
@@ -206,7 +222,7 @@ def test_closing_ends_everything() -> None:
 
 
 def test_limits_are_positive() -> None:
-    for wrong in ({"max_bytes": 0}, {"max_count": 0}, {"lease_s": 0.0}):
+    for wrong in ({"max_bytes": 0}, {"max_count": 0}, {"lease_s": 0.0}, {"lease_s": float("inf")}):
         with pytest.raises(ValueError, match="positive"):
             OfferLimits(**{"max_bytes": 1, **wrong})  # type: ignore[arg-type]
 

@@ -28,7 +28,12 @@ class Side:
         self.failed: dict[int, TransferFailed] = {}
 
     def pull(
-        self, id: int, *, place: Callable[[Sequence[Any]], tuple[Any, ...]] = tuple, **kwargs: Any
+        self,
+        id: int,
+        *,
+        place: Callable[[Sequence[Any]], tuple[Any, ...]] = tuple,
+        timeout_s: float | None = None,
+        **kwargs: Any,
     ) -> bool:
         def done(arrays: Any, error: TransferFailed | None) -> None:
             assert (arrays is None) != (error is None)
@@ -39,7 +44,7 @@ class Side:
                 assert all(array.ready and array.error is None for array in arrays)
                 self.got[id] = list(arrays)
 
-        return self.side.pull(make_offer(id, **kwargs), jax.devices()[:2], place, done)
+        return self.side.pull(make_offer(id, **kwargs), jax.devices()[:2], place, done, timeout_s=timeout_s)
 
     def of(self, id: int) -> FakePull:
         """The pull of an offer."""
@@ -142,19 +147,30 @@ def test_one_that_is_larger_than_the_bound_goes_alone() -> None:
     assert s.started() == [1]
 
 
-def test_the_deadline_is_the_shorter_of_lease_and_time_out() -> None:
-    for lease_s, timeout_s, limit_s in ((5.0, 15.0, 5.0), (30.0, 15.0, 15.0)):
-        s = Side(timeout_s=timeout_s)
-        s.pull(1, lease_s=lease_s)
-        s.side.tick()
-        s.clock.now += limit_s - 0.001
-        wait = s.side.tick()
-        assert s.failed == {} and wait is not None and wait <= 0.0011
-        s.clock.now += 0.001
-        s.side.tick()
-        assert s.failed[1].cause is Cause.DEADLINE
-        message = str(s.failed[1])
-        assert f"within {limit_s} s" in message and f"lease is {lease_s} s" in message and "10.0.0.2:7" in message
+@pytest.mark.parametrize(
+    ("lease_s", "timeout_s", "own_s", "limit_s"),
+    [
+        (5.0, 15.0, None, 5.0),
+        (30.0, 15.0, None, 15.0),
+        (30.0, 15.0, 3.0, 3.0),
+        (30.0, 15.0, 20.0, 20.0),
+        (4.0, 15.0, 20.0, 4.0),
+    ],
+)
+def test_the_deadline_is_the_shorter_of_lease_and_time_out(
+    lease_s: float, timeout_s: float, own_s: float | None, limit_s: float
+) -> None:
+    s = Side(timeout_s=timeout_s)
+    s.pull(1, lease_s=lease_s, timeout_s=own_s)
+    s.side.tick()
+    s.clock.now += limit_s - 0.001
+    wait = s.side.tick()
+    assert s.failed == {} and wait is not None and wait <= 0.0011
+    s.clock.now += 0.001
+    s.side.tick()
+    assert s.failed[1].cause is Cause.DEADLINE
+    message = str(s.failed[1])
+    assert f"within {limit_s} s" in message and f"lease is {lease_s} s" in message and "10.0.0.2:7" in message
 
 
 def test_a_lost_pull_keeps_its_bytes_until_it_settles_and_is_thrown_away() -> None:

@@ -29,6 +29,7 @@ from meshes.transfer.move import move_heads
 from meshes.transfer.offering import End, OfferLimits, Released
 from meshes.transfer.pulling import Cause, PullLimits, TransferFailed
 from meshes.transfer.remote import RemoteTransport
+from tests.meshes.fake_link import LAYOUT, FakeArray, FakeLink, make_offer
 from tests.meshes.remote_worker import from_json, mesh_of, stage, to_json
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -410,3 +411,31 @@ def test_heads_that_do_not_fit_are_refused_by_name(decode: RemoteTransport, shar
     with pytest.raises(ValueError, match="1 devices for 2-way"):
         decode.pull(offer, head_layout(9, 3, 2), mesh_of(1, 1, 0), lambda *_: None)
     shared.ask("refuse", "refused", id=offer.id, generation=1)
+
+
+def test_a_thread_that_fails_answers_everybody(caplog: pytest.LogCaptureFixture) -> None:
+    link = FakeLink()
+    here = RemoteTransport(link, OfferLimits(1000), PullLimits(1 << 20))
+    ends: queue.Queue[Released] = queue.Queue()
+    failures: queue.Queue[TransferFailed | None] = queue.Queue()
+    ready = threading.Event()
+
+    class Broken(FakeArray):
+        def is_ready(self) -> bool:
+            if ready.is_set():
+                raise RuntimeError("the runtime is gone")
+            return False
+
+    arrays: list[Any] = [Broken(), Broken()]
+    assert here.pulling.pull(make_offer(1), jax.devices()[:2], tuple, lambda _, error: failures.put(error))
+    assert here.offering.offer(arrays, LAYOUT, 10, lambda _: None, ends.put) is not None
+    until(lambda: len(link.pulls) == 1)
+    ready.set()
+    assert ends.get(timeout=PATIENCE_S).end is End.CLOSED
+    error = failures.get(timeout=PATIENCE_S)
+    assert error is not None and error.cause is Cause.CLOSED
+    until(lambda: link.closed)
+    here.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        here.offering.offer(arrays, LAYOUT, 10, lambda _: None, ends.put)
+    assert "the thread of the remote transport failed" in caplog.text
