@@ -29,6 +29,7 @@ class Identity:
     num_heads: int  # of queries, true
     num_kv_heads: int  # true
     lanes: int  # of a slot in a page, K and V together
+    streams: int  # of its transfer server (`JaxLink`): with fewer than its peer has, a process dies at the first pull
     protocol: int = PROTOCOL  # the newest that it speaks
     oldest_protocol: int = OLDEST_PROTOCOL  # and the oldest
 
@@ -41,6 +42,7 @@ COMPARED = {  # in the order in which they are compared: the first difference ex
     "num_heads": ("number of query heads", "load the same checkpoint in both"),
     "num_kv_heads": ("number of KV heads", "load the same checkpoint in both"),
     "lanes": ("lanes of a KV slot", "load the same checkpoint in both, with the same version of jaxpd"),
+    "streams": ("number of transfer streams", "start both with the same number"),
 }
 
 

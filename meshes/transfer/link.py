@@ -6,26 +6,31 @@
 
 How the server behaves, and what is done about it here (measured on jax 0.10.2 and 0.12.0.1):
 
-- Without `transport_addresses` the process dies at the first pull. They are always given.
+- Without `transport_addresses` a process dies at the first pull, and so does one that has fewer of them than its peer.
+  They are always given, and their number (`streams`) is part of the hand-shake.
 - Time-outs of `await_pull` and `pull` are looked at only when something is offered next, and are wall-clock times. They
   are not used to end anything: deadlines are the callers', by their own monotonic clocks.
 - What was offered stays until pulled. But a key that is offered again replaces what was there: offered again as *no
   arrays* it frees the memory at once and answers a late pull with an error, and a pull under way is not disturbed. That
   is `withdraw`. The empty offer has a time-out, so that such entries do not pile up.
 - A pull of a key that is not there waits; so does one from a host that is down or stopped (it connects anew every 2 s).
-  Nothing but the end of its connection ends it. So a connection on which somebody lost patience gets no new pulls, and
-  is cut as soon as everybody has: a healthy pull beside a lost one arrives.
+  Nothing but the end of its connection ends it, and that is not harmless: a stopped server that finds, when it goes on,
+  that a connection with requests for more than 8 buffers was ended meanwhile, sends nothing any more, to anybody. So a
+  pull that nobody waits for is left to settle, and only what is known to be gone is `cut`.
+- Likewise a peer that is stopped in the middle of a pull holds up the server for all who pull from it (they share 8
+  slots), until it goes on or its process ends. Hence one link for each peer: what goes wrong stays between the two.
 - A connection that has failed once fails every later pull: it is given up, and the next pull makes a new one.
+- A second server on a port that is taken starts without complaint and gets some of the connections: asked before.
 - Arrays of a failed program that are offered are a fault of the server's process: only settled ones may be `put`.
 - The port is plaintext and asks nobody for a name. The key is the only secret, and the address is loopback by default.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import datetime
 import ipaddress
 import logging
+import socket
 import threading
 from collections.abc import Sequence
 from typing import Any, Protocol
@@ -36,11 +41,11 @@ from meshes.transfer.settle import are_ready
 
 log = logging.getLogger(__name__)
 
-FORGET_WITHDRAWN_S = 60.0  # a pull that comes later than this waits until its own deadline
+FORGET_WITHDRAWN_S = 600.0  # a pull that comes later than this waits until its own deadline
 
 
 class Pull(Protocol):
-    """Arrays that were asked for."""
+    """Arrays that were asked for. Taken or not, they hold memory until they settle, or their peer is cut."""
 
     def settled(self) -> bool:
         """Whether they have arrived or failed. Never blocks."""
@@ -48,12 +53,9 @@ class Pull(Protocol):
     def take(self) -> list[jax.Array]:
         """The arrays, once settled; raises what they failed with."""
 
-    def abandon(self) -> None:
-        """Nobody will take them. They settle nevertheless, and until then they take memory."""
-
 
 class Link(Protocol):
-    """One process's end of the wire to all its peers."""
+    """One process's end of the wire to a peer (or several, see above)."""
 
     @property
     def address(self) -> str:
@@ -75,18 +77,13 @@ class Link(Protocol):
         """Ends everything. Idempotent."""
 
 
-@dataclasses.dataclass(eq=False)
-class _Connection:
-    to_peer: Any  # jax.experimental.transfer.TransferConnection
-    waited_for: int = 0  # pulls that somebody waits for
-    lost: bool = False  # somebody has lost patience with one
-
-
 class JaxLink:
     """A transfer server of this process and its connections to others. Safe to use from several threads.
 
     `listen` is `ADDRESS:PORT` with a numeric address that the peers can reach (port 0: any free one); `streams` are the
-    TCP connections over which the bytes of one peer pair go, on ports that the system chooses.
+    TCP connections over which the bytes of one peer pair go, on ports that the system chooses; the same number at both
+    ends, or the process with fewer dies. Raises ValueError for an address that peers cannot use, OSError for one that
+    is taken or not this host's.
     """
 
     def __init__(self, listen: str = "127.0.0.1:0", *, streams: int = 1) -> None:
@@ -95,12 +92,12 @@ class JaxLink:
         host = _host(listen)
         if streams < 1:
             raise ValueError(f"{streams=} must be at least 1: without one the server cannot send")
+        _free(host, listen)
         self._server: Any = transfer.start_transfer_server(jax.devices()[0].client, listen, [f"{host}:0"] * streams)
         self._address: str = self._server.address()
         self._lock = threading.Lock()
         self._put: set[int] = set()
-        self._open: dict[str, _Connection] = {}  # those that take new pulls, by address
-        self._given_up: list[_Connection] = []  # those that do not, and have pulls that somebody waits for
+        self._connections: dict[str, Any] = {}  # that have not failed, by address
         self._closed = False
 
     @property
@@ -128,24 +125,17 @@ class JaxLink:
         with self._lock:
             if self._closed:
                 raise RuntimeError(f"the link of {self._address} is closed")
-            connection = self._open.get(address)
+            connection = self._connections.get(address)
             if connection is None:
                 _host(address)
-                connection = self._open[address] = _Connection(self._server.connect(address))
-            connection.waited_for += 1
-        try:
-            return _JaxPull(self, connection, connection.to_peer.pull(key, list(wanted)))
-        except Exception:
-            self.release(connection, failed=True)
-            raise
+                connection = self._connections[address] = self._server.connect(address)
+        return _JaxPull(self, connection, connection.pull(key, list(wanted)))
 
     def cut(self, address: str) -> None:
         """See `Link`."""
         with self._lock:
-            connection = self._open.pop(address, None)
+            connection = self._connections.pop(address, None)
             if connection is not None:
-                if connection.waited_for:
-                    self._given_up.append(connection)
                 _cut(connection)
 
     def close(self) -> None:
@@ -157,25 +147,16 @@ class JaxLink:
             for key in self._put:
                 self._withdraw(key)
             self._put.clear()
-            for connection in (*self._given_up, *self._open.values()):
+            for connection in self._connections.values():
                 _cut(connection)
-            self._open.clear()
-            self._given_up.clear()
+            self._connections.clear()
             self._server = None
 
-    def release(self, connection: _Connection, *, failed: bool = False, lost: bool = False) -> None:
-        """Nobody waits for one pull of a connection any more: it arrived, failed, or was lost patience with."""
+    def give_up(self, connection: Any) -> None:
+        """A pull of this connection has failed: the next one gets a new connection."""
         with self._lock:
-            connection.waited_for -= 1
-            connection.lost |= lost
-            if failed or lost:
-                for address in [a for a, c in self._open.items() if c is connection]:
-                    del self._open[address]
-                    self._given_up.append(connection)
-            if connection in self._given_up and not connection.waited_for:
-                self._given_up.remove(connection)
-                if connection.lost:
-                    _cut(connection)
+            for address in [a for a, c in self._connections.items() if c is connection]:
+                del self._connections[address]
 
     def _withdraw(self, key: int) -> None:
         # naive local time is what the binding expects
@@ -184,11 +165,10 @@ class JaxLink:
 
 
 class _JaxPull:
-    def __init__(self, link: JaxLink, connection: _Connection, arrays: list[jax.Array]) -> None:
+    def __init__(self, link: JaxLink, connection: Any, arrays: list[jax.Array]) -> None:
         self._link = link
         self._connection = connection
         self._arrays = arrays
-        self._released = False
 
     def settled(self) -> bool:
         return are_ready(self._arrays)
@@ -197,27 +177,33 @@ class _JaxPull:
         try:
             jax.block_until_ready(self._arrays)
         except Exception:
-            self._release(failed=True)
+            self._link.give_up(self._connection)
             raise
-        self._release()
         return self._arrays
 
-    def abandon(self) -> None:
-        self._release(lost=not self.settled())
 
-    def _release(self, *, failed: bool = False, lost: bool = False) -> None:
-        if not self._released:
-            self._released = True
-            self._link.release(self._connection, failed=failed, lost=lost)
-
-
-def _cut(connection: _Connection) -> None:
+def _cut(connection: Any) -> None:
     """Fails all that is under way on a connection. Not public in JAX, and there is no other way to end a pull."""
-    end = getattr(connection.to_peer, "_poison_connection", None)
+    end = getattr(connection, "_poison_connection", None)
     if end is None:
         log.warning("this JAX cannot end a connection: lost pulls keep their memory until the peer's process ends")
     else:
         end()
+
+
+def _free(host: str, listen: str) -> None:
+    """Raises OSError where somebody else listens at `listen` already."""
+    numeric = host.removeprefix("[").removesuffix("]")
+    family = socket.AF_INET6 if ":" in numeric else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections that have ended are no obstacle
+        try:
+            probe.bind((numeric, int(listen.rpartition(":")[2])))
+            probe.listen()
+        except OSError as error:
+            raise OSError(
+                error.errno, f"the transfer server cannot listen at {listen} ({error.strerror}): choose another port"
+            ) from error
 
 
 def _host(address: str) -> str:

@@ -80,9 +80,7 @@ def receivers(src: HeadLayout, dst: HeadLayout, dst_mesh: Mesh) -> list[jax.Devi
     return [by_head[head] for head in range(src.num_kv_heads)]
 
 
-def place_heads(
-    heads: Sequence[jax.Array], src: HeadLayout, dst: HeadLayout, dst_mesh: Mesh
-) -> tuple[jax.Array, ...]:
+def place_heads(heads: Sequence[jax.Array], src: HeadLayout, dst: HeadLayout, dst_mesh: Mesh) -> tuple[jax.Array, ...]:
     """Copies landed heads to their other slots, asynchronously, and puts all together as `move_heads` does.
 
     `heads` are the true KV heads in order, [1, L, N, S, W], on the devices that `receivers` names. The result shares

@@ -11,8 +11,9 @@ plan wants it, so nobody touches their bytes; then they are copied to their othe
 failed would take the whole page pool with it when it meets a donating program, so a piece is handed on only after
 everything has settled, and never after its deadline: what arrives later is thrown away.
 
-Nothing ends a pull but its connection, so the caller gets its answer at the deadline, and the memory stays charged
-until the pull settles. `tick` does all of the work, in one thread; the other methods only note what is to be done.
+Nothing ends a pull but its connection (meshes/transfer/link.py), so the caller gets its answer at the deadline, and the
+memory stays charged until the pull settles: when the peer goes on, when its process ends, or when `drop_peer` says that
+it is gone. `tick` does all of the work, in one thread; the other methods only note what is to be done.
 """
 
 from __future__ import annotations
@@ -306,8 +307,6 @@ class PullingSide:
             self.failures[failed.cause] += 1
             if transfer.pull is not None and not (transfer.pull.settled() and are_ready(transfer.arrays)):
                 self._lost.append(transfer)
-        if transfer.pull is not None:
-            transfer.pull.abandon()
         log.warning("transfer %016x failed: %s", transfer.offer.id, failed)
         call(transfer.done, None, failed)
 

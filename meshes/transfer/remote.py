@@ -19,6 +19,10 @@ does both sides with one transport. What may go wrong, and who notices:
     either side aborts                             Refuse or Revoke, or as if it were lost
     a message comes twice or too late              its generation, and that everything ends once: nothing happens
 
+A transport is for one pair of processes: a peer that is stopped in the middle of a pull holds up the transfer server
+that it pulls from, and whoever else would pull from it. When a peer is given up, close its transport; when it comes
+back, make a new one. The bounds of several transports add up.
+
 One thread does the work of both sides (their `tick`); callers never wait. It calls back outside all locks.
 """
 

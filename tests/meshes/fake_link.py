@@ -59,7 +59,6 @@ class FakePull:
     arrays: list[Any] | None = None
     error: Exception | None = None
     taken: int = 0
-    abandoned: int = 0
 
     def arrive(self, **kwargs: Any) -> None:
         self.arrays = heads(**kwargs)
@@ -76,9 +75,6 @@ class FakePull:
             raise self.error
         assert self.arrays is not None, "taken before it was settled"
         return self.arrays
-
-    def abandon(self) -> None:
-        self.abandoned += 1
 
 
 class FakeLink:

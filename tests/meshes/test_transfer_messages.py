@@ -13,7 +13,7 @@ from meshes.transfer.leases import Leases
 from meshes.transfer.messages import Offer
 from tests.meshes.fake_link import FakeClock, make_offer
 
-IDENTITY = Identity("sha256:abc", "bfloat16", 16, 30, 9, 3, 128)
+IDENTITY = Identity("sha256:abc", "bfloat16", 16, 30, 9, 3, 128, 1)
 OTHER = {
     "model": "sha256:def",
     "dtype": "float32",
@@ -22,6 +22,7 @@ OTHER = {
     "num_heads": 12,
     "num_kv_heads": 9,
     "lanes": 256,
+    "streams": 4,
 }
 
 
