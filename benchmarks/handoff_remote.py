@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import json
 import multiprocessing
 import os
@@ -155,7 +156,7 @@ class Prefill:
         with socket.create_connection(("127.0.0.1", port)) as sender:
             self.send("connected")
             assert self._pipe.recv() == "go"
-            sender.sendall(buffer)
+            sender.sendall(buffer.data)
 
     def close(self) -> None:
         """Ends it."""
@@ -201,7 +202,7 @@ class Decode:
         dst, mesh = layout_of(case.dst), mesh_of(case.dst)
         arrived: queue.Queue[TransferFailed | None] = queue.Queue()
 
-        def take(offer: Offer, error: TransferFailed | None) -> None:
+        def take(offer: Offer, _: object, error: TransferFailed | None) -> None:
             if (ack := self._transport.pulling.taken(offer.id)) is not None:
                 self._pipe.send(("ack", ack))
             arrived.put(error)
@@ -210,7 +211,7 @@ class Decode:
         self._pipe.send(("remote",))
         for _ in range(case.pieces):
             offer = self._pipe.recv()
-            self._transport.pull(offer, dst, mesh, lambda _, error, offer=offer: take(offer, error))
+            self._transport.pull(offer, dst, mesh, functools.partial(take, offer))
         for _ in range(case.pieces):
             if (error := arrived.get(timeout=PATIENCE_S)) is not None:
                 raise error

@@ -197,8 +197,8 @@ class PullingSide:
         for transfer in live:
             self._step(transfer)
         self._settle_lost()
-        while (transfer := self._next()) is not None:
-            self._start(transfer)
+        while (queued := self._next()) is not None:
+            self._start(queued)
         now = self._clock()
         with self._lock:
             waits = [ASK_LOST_S] * bool(self._lost)

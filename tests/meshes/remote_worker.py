@@ -53,8 +53,9 @@ def to_json(offer: Offer) -> dict[str, Any]:
 
 def from_json(message: dict[str, Any]) -> Offer:
     """The inverse of `to_json` after a trip as text."""
-    layout = {name: tuple(v) if isinstance(v, list) else v for name, v in message["layout"].items()}
-    return Offer(**message | {"layout": HeadLayout(**layout), "shape": tuple(message["shape"])})
+    layout: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in message["layout"].items()}
+    rest: dict[str, Any] = message | {"layout": HeadLayout(**layout), "shape": tuple(message["shape"])}
+    return Offer(**rest)
 
 
 class Worker:

@@ -14,7 +14,7 @@ from meshes.transfer.messages import Offer
 from tests.meshes.fake_link import FakeClock, make_offer
 
 IDENTITY = Identity("sha256:abc", "bfloat16", 16, 30, 9, 3, 128, 1)
-OTHER = {
+OTHER: dict[str, Any] = {
     "model": "sha256:def",
     "dtype": "float32",
     "page_size": 32,
