@@ -76,6 +76,7 @@ def test_a_pull_of_what_was_withdrawn_fails_at_once_and_the_next_arrives(ends: t
     for key in (1, 2):
         with pytest.raises(Exception, match="out of range"):
             taken(here.pull(there.address, key, wanted(0)))
+        assert here._connections == {}, "a connection on which something failed is not used again"
     there.put(1, [array(6, 0)])
     assert float(taken(here.pull(there.address, 1, wanted(0)))[0][0, 0]) == 6
 

@@ -241,6 +241,21 @@ def test_an_abort_under_way_is_answered_at_once_and_the_data_thrown_away() -> No
     assert s.side.taken(1) is None
 
 
+def test_an_abort_at_the_last_moment_hands_nothing_on() -> None:
+    s = Side()
+
+    class Aborting(FakeArray):
+        def block_until_ready(self) -> FakeArray:
+            assert s.side.abort(1) is not None
+            return self
+
+    s.pull(1, place=lambda arrays: (Aborting(),))
+    s.side.tick()
+    s.of(1).arrive()
+    s.side.tick()
+    assert s.got == {} and s.failed[1].cause is Cause.ABORTED and s.side.used_bytes == 0
+
+
 def test_an_abort_of_what_was_handed_on_frees_its_room() -> None:
     s = Side()
     s.pull(1)
