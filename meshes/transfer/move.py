@@ -6,11 +6,16 @@
 The unit is one KV head of N pages over all layers, the shard [1, L, N, S, W] that lies in one piece on one device.
 So a move is copies of whole device buffers and nothing else: no program, no compilation, nothing read by the host,
 and the caller gets arrays that are still on their way. L layers, N pages, S slots in a page, W lanes.
+
+Within a process `move_heads` is all of it. Between processes it happens in two halves, and the heads cross by wire:
+
+    true_heads (source)  ->  heads [1, L, N, S, W] on any devices  ->  pulled onto receivers(...)  ->  place_heads
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -45,32 +50,74 @@ def move_heads(
     two slots the two results share a buffer, so do not donate them. Raises ValueError where arrays, layouts and mesh
     do not belong together.
     """
-    shape = _check(staging, src, dst, dst_mesh)
+    _check(staging, src, dst, dst_mesh)
     steps = head_pieces(src, dst)
     shards = [{s.device: s.data for s in array.addressable_shards} for array in staging]
     senders = list(staging[0].sharding.mesh.devices.flat)  # type: ignore[attr-defined]
-    receivers = list(dst_mesh.devices.flat)
-
+    targets = list(dst_mesh.devices.flat)
     crossing = [shards[piece.src_box[0][0]][senders[piece.src]] for piece in steps.pieces]
-    landed = jax.device_put(crossing, [receivers[piece.dst] for piece in steps.pieces])
-    slots = {(p.dst, p.dst_box[0][0]): a for p, a in zip(steps.pieces, landed, strict=True)}
+    landed = jax.device_put(crossing, [targets[piece.dst] for piece in steps.pieces])
+    by_head = {piece.box[0][0]: array for piece, array in zip(steps.pieces, landed, strict=True)}
+    return place_heads([by_head[head] for head in range(src.num_kv_heads)], src, dst, dst_mesh)
 
+
+def true_heads(staging: tuple[jax.Array, ...], src: HeadLayout) -> list[jax.Array]:
+    """The true KV heads 0, 1, ... of a staged piece, each [1, L, N, S, W] on the device that owns it; no copies.
+
+    `staging` as for `move_heads`. Raises ValueError where arrays and layout do not belong together.
+    """
+    _check_staging(staging, src)
+    shards = [{s.device: s.data for s in array.addressable_shards} for array in staging]
+    devices = list(staging[0].sharding.mesh.devices.flat)  # type: ignore[attr-defined]
+    owners = [divmod(src.owner(head), src.kv_per_device) for head in range(src.num_kv_heads)]
+    return [shards[slot][devices[device]] for device, slot in owners]
+
+
+def receivers(src: HeadLayout, dst: HeadLayout, dst_mesh: Mesh) -> list[jax.Device]:
+    """The device of the destination replica on which each true KV head is to land."""
+    targets = list(dst_mesh.devices.flat)
+    by_head = {piece.box[0][0]: targets[piece.dst] for piece in head_pieces(src, dst).pieces}
+    return [by_head[head] for head in range(src.num_kv_heads)]
+
+
+def place_heads(heads: Sequence[jax.Array], src: HeadLayout, dst: HeadLayout, dst_mesh: Mesh) -> tuple[jax.Array, ...]:
+    """Copies landed heads to their other slots, asynchronously, and puts all together as `move_heads` does.
+
+    `heads` are the true KV heads in order, [1, L, N, S, W], on the devices that `receivers` names. The result shares
+    their buffers.
+    """
+    steps = head_pieces(src, dst)
+    targets = list(dst_mesh.devices.flat)
+    slots = {(p.dst, p.dst_box[0][0]): heads[p.box[0][0]] for p in steps.pieces}
     copying = [slots[p.src, p.src_box[0][0]] for p in steps.fan_outs]
-    copied = jax.device_put(copying, [receivers[p.dst] for p in steps.fan_outs])  # no copy on the same device
+    copied = jax.device_put(copying, [targets[p.dst] for p in steps.fan_outs])  # no copy on the same device
     slots |= {(p.dst, p.dst_box[0][0]): a for p, a in zip(steps.fan_outs, copied, strict=True)}
 
     sharding = NamedSharding(dst_mesh, PartitionSpec(MODEL))
     return tuple(
         jax.make_array_from_single_device_arrays(
-            (dst.tp, *shape[1:]), sharding, [slots[device, slot] for device in range(dst.tp)]
+            (dst.tp, *heads[0].shape[1:]), sharding, [slots[device, slot] for device in range(dst.tp)]
         )
         for slot in range(dst.kv_per_device)
     )
 
 
-def _check(staging: tuple[jax.Array, ...], src: HeadLayout, dst: HeadLayout, dst_mesh: Mesh) -> tuple[int, ...]:
+def check_layouts(src: HeadLayout, dst: HeadLayout, dst_mesh: Mesh) -> None:
+    """Raises ValueError where the KV heads of one cannot become those of the other on this mesh (1 x tp)."""
     if src.num_kv_heads != dst.num_kv_heads:
         raise ValueError(f"the source has {src.num_kv_heads} KV heads, the destination {dst.num_kv_heads}")
+    if dst_mesh.devices.size != dst.tp:
+        raise ValueError(
+            f"the destination mesh has {dst_mesh.devices.size} devices for {dst.tp}-way tensor parallelism"
+        )
+
+
+def _check(staging: tuple[jax.Array, ...], src: HeadLayout, dst: HeadLayout, dst_mesh: Mesh) -> None:
+    check_layouts(src, dst, dst_mesh)
+    _check_staging(staging, src)
+
+
+def _check_staging(staging: tuple[jax.Array, ...], src: HeadLayout) -> None:
     if len(staging) != src.kv_per_device:
         raise ValueError(f"{len(staging)} staging arrays for {src.kv_per_device} KV slots per source device")
     shape = staging[0].shape
@@ -79,8 +126,3 @@ def _check(staging: tuple[jax.Array, ...], src: HeadLayout, dst: HeadLayout, dst
             raise ValueError(f"a staging array has shape {array.shape}; expected {src.tp} devices first, all alike")
         if not isinstance(array.sharding, NamedSharding) or array.sharding.shard_shape(shape)[0] != 1:
             raise ValueError(f"a staging array must be cut along {MODEL!r} on axis 0, not as {array.sharding}")
-    if dst_mesh.devices.size != dst.tp:
-        raise ValueError(
-            f"the destination mesh has {dst_mesh.devices.size} devices for {dst.tp}-way tensor parallelism"
-        )
-    return shape
