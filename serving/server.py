@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 OnEvents = Callable[[list[Event]], None]
 MakeEngine = Callable[[OnEvents], "Engine"]
 
-LAST_MESSAGES_S = 1.0  # for what is on its way when the drain is over
+LAST_MESSAGES_S = 5.0  # for what is on its way when the drain is over
 
 
 class Front(Protocol):

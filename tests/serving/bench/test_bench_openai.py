@@ -189,7 +189,7 @@ def test_streams_that_say_more_or_less_of_their_tokens(
         per_message if usage else 1
     )
     whole_s = 0.035 if per_message == 1 else 0.02  # first to last message; the machine may be busy
-    assert 0.9 * whole_s < summary.tpot_s.p50 * (7 if usage else 1) < 4 * whole_s
+    assert 0.3 * whole_s < summary.tpot_s.p50 * (7 if usage else 1) < 10 * whole_s
     assert any(note in line for line in outcome.about.notes)
     assert summary.without_itl == (3 if (usage, per_message) == ("end", 4) else 0)
 
@@ -253,14 +253,14 @@ def test_a_cap_on_an_open_loop_makes_requests_wait_and_the_wait_counts(delaying:
 
 def test_many_streams_at_once(delay_process: Callable[..., str]) -> None:
     plan = Plan(
-        target=Target(backend="openai-completions", address=delay_process(ttft_s=2.0, itl_s=0.05)),
+        target=Target(backend="openai-completions", address=delay_process(ttft_s=4.0, itl_s=0.05)),
         workload=Workload(input_len=Lengths("fixed", 9), output_len=Lengths("fixed", 4)),
-        arrivals=Arrivals(num_requests=500),
+        arrivals=Arrivals(num_requests=400),
         warm_up=0,
     )
     outcome = asyncio.run(measure(plan, SilentProgress(), asyncio.Event()))
     records = outcome.probes[0].trial.records
-    assert len(records) == 500 and all(record.failure is None for record in records)
+    assert len(records) == 400 and all(record.failure is None for record in records)
     assert max(record.sent_s for record in records) < min(record.end_s for record in records)  # all of them at one time
 
 
