@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from jaxpd.cli import bench_flags as flags
+from jaxpd.cli import connection
 from jaxpd.cli.progress import console_progress
 from jaxpd.errors import InvalidArgument
 
@@ -68,48 +69,12 @@ def serve(
             rich_help_panel=SERVER,
         ),
     ] = None,
-    api_key_file: Annotated[
-        pathlib.Path | None,
-        typer.Option(
-            metavar="FILE", help="File whose first line is the API key.", show_default=False, rich_help_panel=SERVER
-        ),
-    ] = None,
-    api_key: Annotated[
-        str | None,
-        typer.Option(
-            metavar="KEY",
-            help="The API key itself; others on this machine may see it in the list of processes.",
-            show_default=False,
-            rich_help_panel=SERVER,
-        ),
-    ] = None,
-    tls: Annotated[
-        bool,
-        typer.Option(
-            "--tls",
-            help="Speak TLS with --backend grpc; certificates below say so too, and https:// in a URL.",
-            rich_help_panel=SERVER,
-        ),
-    ] = False,
-    ssl_ca_certs: Annotated[
-        pathlib.Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="Certificates that the server's must be signed by, PEM.",
-            show_default="the system's",
-            rich_help_panel=SERVER,
-        ),
-    ] = None,
-    ssl_certfile: Annotated[
-        pathlib.Path | None,
-        typer.Option(
-            metavar="FILE", help="Our own certificate, for mutual TLS.", show_default=False, rich_help_panel=SERVER
-        ),
-    ] = None,
-    ssl_keyfile: Annotated[
-        pathlib.Path | None,
-        typer.Option(metavar="FILE", help="Its private key.", show_default=False, rich_help_panel=SERVER),
-    ] = None,
+    api_key: connection.ApiKey = None,
+    api_key_file: connection.ApiKeyFile = None,
+    tls: connection.Tls = False,
+    ssl_ca_certs: connection.SslCaCerts = None,
+    ssl_certfile: connection.SslCertfile = None,
+    ssl_keyfile: connection.SslKeyfile = None,
     timeout: Annotated[
         float, typer.Option(metavar="SECONDS", help="Longest that a request may take.", rich_help_panel=SERVER)
     ] = 600.0,
@@ -297,7 +262,7 @@ def serve(
         backend=backend,
         address=flags.address(backend, base_url, server),
         model=model,
-        api_key=flags.api_key(api_key, api_key_file),
+        api_key=connection.read_api_key(api_key, api_key_file),
         tls=tls,
         ssl_ca_certs=ssl_ca_certs,
         ssl_certfile=ssl_certfile,

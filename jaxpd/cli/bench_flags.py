@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import pathlib
 import re
 from typing import Any
 
@@ -41,28 +40,6 @@ def address(backend: str, base_url: str | None, server: str | None) -> str:
             field="server",
         )
     return base_url or DEFAULT_URL
-
-
-def api_key(key: str | None, file: pathlib.Path | None) -> str | None:
-    """The key, if one was given. Raises InvalidArgument, which never repeats it."""
-    if key is not None and file is not None:
-        raise InvalidArgument("--api-key and --api-key-file both give a key; leave one out", field="api_key")
-    if file is not None:
-        try:
-            lines = file.read_text(encoding="utf-8").split("\n", 1)
-        except (OSError, UnicodeDecodeError) as error:
-            reason = error.strerror if isinstance(error, OSError) else "it is no text file"
-            raise InvalidArgument(f"--api-key-file {file} cannot be read: {reason}", field="api_key_file") from None
-        key = lines[0].strip()
-        if key.startswith("["):
-            raise InvalidArgument(
-                f"--api-key-file {file} looks like a server's list of keys; here it is a file with the one key to send "
-                "on its first line",
-                field="api_key_file",
-            )
-    if key is not None and not (key and key.isascii() and key.isprintable()):
-        raise InvalidArgument("the API key must be printable ASCII, and not empty", field="api_key")
-    return key
 
 
 def extra_body(text: str | None) -> dict[str, Any]:

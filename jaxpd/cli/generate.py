@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from jaxpd.cli import backends, bench_flags, options, prompts, structured
+from jaxpd.cli import backends, connection, options, prompts, structured
 from jaxpd.cli.progress import console_progress
 from jaxpd.cli.render import Result, result_json, summary
 from jaxpd.errors import InvalidArgument
@@ -192,50 +192,12 @@ def generate(
             rich_help_panel=OUTPUT,
         ),
     ] = None,
-    api_key: Annotated[
-        str | None,
-        typer.Option(
-            metavar="KEY",
-            help="The server's API key; others on this machine may see it in the list of processes.",
-            show_default=False,
-            rich_help_panel=OUTPUT,
-        ),
-    ] = None,
-    api_key_file: Annotated[
-        pathlib.Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="File whose first line is the API key.",
-            show_default=False,
-            rich_help_panel=OUTPUT,
-        ),
-    ] = None,
-    tls: Annotated[
-        bool,
-        typer.Option("--tls", help="Speak TLS with the server; certificates below say so too.", rich_help_panel=OUTPUT),
-    ] = False,
-    ssl_ca_certs: Annotated[
-        pathlib.Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="Certificates that the server's must be signed by (PEM).",
-            show_default="the system's",
-            rich_help_panel=OUTPUT,
-        ),
-    ] = None,
-    ssl_certfile: Annotated[
-        pathlib.Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="Our own certificate, for mutual TLS (PEM).",
-            show_default=False,
-            rich_help_panel=OUTPUT,
-        ),
-    ] = None,
-    ssl_keyfile: Annotated[
-        pathlib.Path | None,
-        typer.Option(metavar="FILE", help="Its private key (PEM).", show_default=False, rich_help_panel=OUTPUT),
-    ] = None,
+    api_key: connection.ApiKey = None,
+    api_key_file: connection.ApiKeyFile = None,
+    tls: connection.Tls = False,
+    ssl_ca_certs: connection.SslCaCerts = None,
+    ssl_certfile: connection.SslCertfile = None,
+    ssl_keyfile: connection.SslKeyfile = None,
     as_json: Annotated[
         bool,
         typer.Option(
@@ -312,7 +274,7 @@ def generate(
         compile_cache=compile_cache,
     )
     way = {
-        "api_key": bench_flags.api_key(api_key, api_key_file),
+        "api_key": connection.read_api_key(api_key, api_key_file),
         "tls": tls or None,
         "ca_certs": ssl_ca_certs,
         "certfile": ssl_certfile,

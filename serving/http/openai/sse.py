@@ -8,6 +8,7 @@ tokens wait for the finish reason, which is there already, so that an answer of 
 
 from __future__ import annotations
 
+import abc
 import json
 import time
 from collections.abc import Callable
@@ -24,7 +25,7 @@ from serving.messages import Finished, Message, Tokens, Understood, total_usage
 quoted: Callable[[str], str] = encode_basestring_ascii
 
 
-class ChunkWriter:
+class ChunkWriter(abc.ABC):
     """What the streams of both routes have in common; `tokens` and `finish` are theirs.
 
     `choice` numbers go through the prompts: `n` for the first, then `n` for the next.
@@ -70,13 +71,13 @@ class ChunkWriter:
             return self.finish(prompt, message)
         return b""
 
+    @abc.abstractmethod
     def tokens(self, prompt: int, message: Tokens, *, last: bool) -> bytes:
         """New tokens; `last` when they are as many as were asked for."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def finish(self, prompt: int, message: Finished) -> bytes:
         """The end of a sample, and what was kept back for it."""
-        raise NotImplementedError
 
     def end(self) -> bytes:
         """The usage, if it was asked for."""

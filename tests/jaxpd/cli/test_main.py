@@ -241,3 +241,20 @@ def test_wrong_flags_of_the_server_are_named_before_a_model_is_fetched(
     result = run("serve", "/nowhere/model", *flags)
     assert result.exit_code == 2
     assert message in result.output.replace("\n", " ")
+
+
+def test_keys_and_certificates_reach_the_client(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    caught: list[Any] = []
+
+    def remote(*asked: Any) -> Any:
+        caught.append(asked)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(backends, "remote", remote)
+    key = tmp_path / "key.txt"
+    key.write_text("secret\n")
+    flags = ("--api-key-file", str(key), "--tls", "--ssl-ca-certs", "ca.pem")
+    assert run("generate", "--prompt", "a", "--server", "h:1", *flags).exit_code == 130
+    assert run("generate", "--prompt", "a", "--server", "h:1").exit_code == 130
+    way = {"api_key": "secret", "tls": True, "ca_certs": pathlib.Path("ca.pem")}
+    assert caught == [("h:1", None, way), ("h:1", None, {})]
