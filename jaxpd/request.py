@@ -131,6 +131,9 @@ class Request:
 
     A lower `priority` is served earlier, and gives way later. Only requests with the same `cache_salt` (one a tenant,
     say) find each other's prompts in the prefix cache.
+
+    `outputs` are tokens of the answer that were made elsewhere, and that the client has: it goes on behind them, as if
+    they had been made here. They count for `max_tokens`, penalties, grammar and random keys; there is one sample then.
     """
 
     request_id: str
@@ -139,6 +142,7 @@ class Request:
     arrival_s: float
     priority: int = 0
     cache_salt: str = ""
+    outputs: tuple[int, ...] = ()
 
     def validate(self, *, vocab_size: int, max_model_len: int) -> None:
         """Raises InvalidArgument naming field, value and limit."""
@@ -175,12 +179,17 @@ def check_salt(cache_salt: str) -> None:
 
 
 class FinishReason(enum.StrEnum):
-    """Why a sequence ended. `stop` covers EOS, stop token ids and stop strings."""
+    """Why a sequence ended. `stop` covers EOS, stop token ids and stop strings.
+
+    `handed_off` ends it in an engine that only prefills: its first token is out, another engine decodes it. No client
+    sees that one.
+    """
 
     STOP = "stop"
     LENGTH = "length"
     ABORT = "abort"
     ERROR = "error"
+    HANDED_OFF = "handed_off"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -255,3 +264,21 @@ class FinishEvent:
 
 
 Event = TokensEvent | FinishEvent
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PrefillLeg:
+    """An engine that only prefills computes the prompt and hands over to `peer`; `handoffs` has an id a sample."""
+
+    peer: str
+    handoffs: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DecodeLeg:
+    """An engine that only decodes is handed the samples of the request under these ids."""
+
+    handoffs: tuple[int, ...]
+
+
+Leg = PrefillLeg | DecodeLeg

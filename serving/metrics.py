@@ -79,7 +79,7 @@ class Metrics(Observer):
         self._watched: dict[str, _Watched] = {}
         self.requests: Counter[tuple[str, str]] = Counter()  # (front, operation)
         self.refusals = Counter(dict.fromkeys(CODES, 0))
-        self.finishes = Counter({reason.value: 0 for reason in FinishReason})  # samples
+        self.finishes = Counter({reason.value: 0 for reason in FinishReason if reason is not FinishReason.HANDED_OFF})
         self.prompt_tokens = 0
         self.generation_tokens = 0
         self.ttft = Histogram(TTFT)

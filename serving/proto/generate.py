@@ -16,6 +16,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 SOURCES = (
     "serving/proto/jaxpd/v1/inference.proto",
     "serving/proto/jaxpd/v1/control.proto",
+    "serving/proto/jaxpd/v1/worker.proto",
     "serving/proto/open_inference/open_inference.proto",
 )
 # Other packages bring messages of the same full names, and one pool of descriptors holds a name once: in the default
