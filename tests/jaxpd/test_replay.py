@@ -15,6 +15,7 @@ from jaxpd.engine import seed_of
 from jaxpd.errors import InvalidArgument
 from jaxpd.grammar import GrammarCompiler
 from jaxpd.life import Stage
+from jaxpd.policies.chunking import Costs
 from jaxpd.request import FinishReason, Request, SamplingParams
 from jaxpd.sequence import Sequence, State
 from jaxpd.stats import read_sequence
@@ -192,11 +193,52 @@ def test_only_pages_that_the_decode_replica_lacks_cross(started: Started, monkey
         check_rest(again, whole, cut)
         assert crossed == pieces, cut
         assert (again.finish.life.first(Stage.ACCEPTED) is None) == (cut == 39)
-    crossed.clear()
-    again = running.submit("cold", prompt, max_tokens=40, outputs=tuple(whole.token_ids[:30]), cache_salt="another")
+    for turn in ("cold", "warm"):  # it ends within the page that it begins in: the full ones are found all the same
+        crossed.clear()
+        options = {"max_tokens": 34, "outputs": tuple(whole.token_ids[:30]), "cache_salt": "another"}
+        again = running.submit(turn, prompt, **options)
+        running.wait()
+        assert again.token_ids == whole.token_ids[:34]
+        if turn == "cold":
+            assert sum(count for _, count in crossed) == 8, "pages of prompt and answer"
+        else:
+            assert crossed == [(7, 1)]
+    running.assert_at_baseline()
+
+
+@pytest.mark.heavy
+def test_what_was_said_counts_where_a_prompt_is_worth_a_hand_off(started: Started) -> None:
+    running = started("smollm2", "1x1", "1x1", local_prefill="100")
+    prompt = [11, *LONG["prompt_ids"][:90]]
+    whole = running.submit("whole", prompt, max_tokens=40)
     running.wait()
-    check_rest(again, whole, 30)
-    assert sum(count for _, count in crossed) == 8, "pages of prompt and answer"
+    for cut in (9, 10):
+        outputs, salt = tuple(whole.token_ids[:cut]), f"{cut}"
+        again = running.submit(f"r{cut}", prompt, max_tokens=40, outputs=outputs, cache_salt=salt)
+        running.wait()
+        check_rest(again, whole, cut)
+        assert (again.finish.life.first(Stage.ACCEPTED) is None) == (91 + cut <= 100), cut
+
+
+@pytest.mark.heavy
+def test_one_chunk_stays_one_where_the_hit_is_longer_than_the_prompt(started: Started) -> None:
+    """A prompt is cut to hide its hand-off only behind chunks that are computed."""
+    running = start(started, "disaggregated")
+    [pool] = running.engine._reservations.prefill
+    prompt = [13, *LONG["prompt_ids"][:90]]
+    running.submit("before", prompt, max_tokens=32, outputs=(5,) * 30)  # 7 full pages
+    running.wait()
+    asked = request((5,) * 42, prompt=tuple(prompt), max_tokens=60)
+    seq = running.engine._sequence(asked, 0, None)
+    seq.prefill_lease = pool.acquire(0, seq.chain, 9, whole=False)
+    assert seq.prefill_lease is not None and seq.prefill_lease.hit_tokens == 112 > seq.prompt_len
+    seq.cached, seq.hit_tokens = 112, seq.prompt_len
+    seq.move(State.PREFILLING)
+    costs = Costs(prefill_s_per_token=1e-6, step_s=1e-6, transfer_s_per_token=1.0)
+    assert pool._chunk(seq, costs) == 91 + 42 - 112
+    seq.cached += 1
+    assert pool._chunk(seq, costs) < 91 + 42 - 113, "behind another chunk it is"
+    seq.release()
     running.assert_at_baseline()
 
 
