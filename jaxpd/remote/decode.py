@@ -336,7 +336,8 @@ class DecodeSide:
         peer = coming.peer
         if peer is None or self._peers.get(peer.name) is not peer:
             return
-        if not coming.seq.outputs[len(coming.seq.request.outputs) :]:  # its first token has not come
+        begun = len(coming.seq.outputs) > len(coming.seq.request.outputs)  # its first token has come
+        if not begun or coming.arrived * self._limits.page_size < coming.seq.fill_len:
             peer.send(NotReserved(coming.handoff, "it has ended here"))
         for offer in coming.pulls:
             if (refuse := peer.transport.pulling.abort(offer)) is not None:

@@ -56,7 +56,7 @@ class _Bound:
     address: str
     peer: Peer | None = None  # that was asked; it must stay the same one
     hit_pages: int | None = None  # of the peer's; None: not granted
-    offers: dict[int, Chunk] = dataclasses.field(default_factory=dict)  # that are not over, by id
+    offers: set[int] = dataclasses.field(default_factory=set)  # that are not over
     handed_off: bool = False
 
 
@@ -176,14 +176,13 @@ class PrefillSide:
             bound = self._of.pop(seq, None)
             if bound is None:
                 return
-            del self._bound[bound.handoff]
+            if not (bound.handed_off and bound.offers):
+                del self._bound[bound.handoff]
             if bound.handed_off or bound.peer is None:
                 return
-            peer, offers = bound.peer, list(bound.offers)
+            peer = bound.peer
         peer.send(Forget(bound.handoff, "the prefill side has ended it"))
-        for offer in offers:
-            if (revoke := peer.transport.offering.abort(offer)) is not None:
-                peer.send(revoke)
+        self._take_back(bound)
 
     def close(self) -> None:
         with self._lock:
@@ -214,6 +213,8 @@ class PrefillSide:
                     bound = self._bound.get(handoff)
                 if bound is not None and bound.peer is peer:
                     self.fail(bound, HandoffFailed("refused", f"the decode worker does not take it: {reason}"))
+                    if bound.handed_off:
+                        self._take_back(bound)
             case Ack():
                 peer.transport.offering.ack(message)
             case Refuse():
@@ -241,15 +242,17 @@ class PrefillSide:
         seq.abort_requested = True
         self._ends.wake()
 
-    def offered(self, bound: _Bound, offer: int, chunk: Chunk) -> None:
+    def offered(self, bound: _Bound, offer: int) -> None:
         """An offer of a sequence's is alive."""
         with self._lock:
-            bound.offers[offer] = chunk
+            bound.offers.add(offer)
 
     def released(self, bound: _Bound, released: Released, seconds: float | None) -> None:
         """It is over."""
         with self._lock:
-            bound.offers.pop(released.id, None)
+            bound.offers.discard(released.id)
+            if bound.handed_off and not bound.offers:
+                self._bound.pop(bound.handoff, None)
             if released.end is End.ACKED:
                 self._crossed += released.nbytes
         if released.end is End.ACKED and seconds is not None:
@@ -257,6 +260,15 @@ class PrefillSide:
         elif released.end in (End.FAILED, End.EXPIRED):
             reason = "copy" if released.end is End.FAILED else "lease"
             self.fail(bound, HandoffFailed(reason, f"pages could not be handed over: {released.reason}"))
+
+    def _take_back(self, bound: _Bound) -> None:
+        """Ends the offers of a sequence that nobody will fetch."""
+        with self._lock:
+            peer, offers = bound.peer, list(bound.offers)
+        if peer is not None:
+            for offer in offers:
+                if (revoke := peer.transport.offering.abort(offer)) is not None:
+                    peer.send(revoke)
 
     def _lose(self, ending: Seq[_Bound], name: str, reason: str) -> None:
         for bound in ending:
@@ -294,6 +306,7 @@ class _Sending:
         self._lock = threading.Lock()
         self._total = self._left = len(chunk.pieces)
         self._ready: dict[int, Offer] = {}  # by the place of the piece
+        self._gone: set[int] = set()
         self._announced_s: float | None = None
 
     def start(self) -> None:
@@ -313,7 +326,9 @@ class _Sending:
             if offer is None:
                 self._fail(bound, "copy", "there is no room to stage it", len(pieces) - i)
                 return
-            self._side.offered(bound, offer, self._chunk)
+            with self._lock:
+                if offer not in self._gone:  # it may be over already
+                    self._side.offered(bound, offer)
 
     def _fail(self, bound: _Bound, reason: str, message: str, left: int) -> None:
         self._side.fail(bound, HandoffFailed(reason, f"pages could not be offered: {message}"))
@@ -336,6 +351,8 @@ class _Sending:
     def _done(self, released: Released) -> None:
         assert self._bound is not None
         seconds = None if self._announced_s is None else time.monotonic() - self._announced_s
+        with self._lock:
+            self._gone.add(released.id)
         self._side.released(self._bound, released, seconds)
         self._over(1)
 

@@ -82,6 +82,7 @@ class Pair:
 
     def submit(self, name: str, prompt: Any, *, legs: str = "DP", **params: Any) -> list[int]:
         """Starts the legs of a request in the order of `legs`; returns the ids of its hand-offs."""
+        assert name not in self.events, "another name, please: events are kept"
         options = {"ignore_eos": True, "seed": 0, **params}
         handoffs = [secrets.randbits(64) for _ in range(options.get("n", 1))]
         for leg in legs:
