@@ -63,7 +63,15 @@ class Forget:
 
 
 Message = (
-    Reserve | Reserved | NotReserved | Piece | FirstToken | Forget | transfer.Ack | transfer.Refuse | transfer.Revoke
+    Reserve
+    | Reserved
+    | NotReserved
+    | Piece
+    | FirstToken
+    | Forget
+    | transfer.Ack
+    | transfer.Refuse
+    | transfer.Revoke
 )
 
 

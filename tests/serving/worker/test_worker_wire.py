@@ -380,7 +380,7 @@ def test_a_tokenizer_crosses_whole_or_not_at_all(scripted: ModuleType) -> None:
 
 
 def test_a_role_of_a_newer_worker_is_refused() -> None:
-    with pytest.raises(InvalidArgument, match=r"worker abc \(jaxpd 9.9\) .* number 7.*upgrade"):
+    with pytest.raises(InvalidArgument, match=r"worker abc \(jaxpd 9.9\) .*number 7.*upgrade"):
         description_from_proto(pb.DescribeResponse(version="9.9", instance="abc", role=7))  # type: ignore[arg-type]
 
 
