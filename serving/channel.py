@@ -32,7 +32,7 @@ OPTIONS = (
     ("grpc.keepalive_timeout_ms", 20_000),
     ("grpc.http2.max_pings_without_data", 0),
 )
-_CLASSES: dict[str, type[JaxpdError]] = {
+CLASSES: dict[str, type[JaxpdError]] = {
     cls.code: cls
     for cls in (
         InvalidArgument,
@@ -122,7 +122,7 @@ class Way:
         if "x-request-id" in trailers:  # said by jaxpd itself
             if status is grpc.StatusCode.RESOURCE_EXHAUSTED:
                 return ResourceExhausted(details, retry_after_s=int(trailers.get("retry-after-ms", 1000)) / 1000)
-            return _CLASSES.get(status.name, Internal)(details)
+            return CLASSES.get(status.name, Internal)(details)
         if status is grpc.StatusCode.UNAVAILABLE:
             return self._unavailable(details)
         if status is grpc.StatusCode.DEADLINE_EXCEEDED:
