@@ -42,7 +42,9 @@ class RouterConfig:
             if address in seen:
                 other = seen[address]
                 twice = f"twice in {flag}" if other == flag else f"in {other} and in {flag}"
-                raise InvalidArgument(f"{address} stands {twice}; a worker has one role: name it once", field=role.value)
+                raise InvalidArgument(
+                    f"{address} stands {twice}; a worker has one role: name it once", field=role.value
+                )
             seen[address] = flag
         _check(self.listen, "--listen", any_port=True)
         for flag, policy in (("--prefill-policy", self.prefill_policy), ("--decode-policy", self.decode_policy)):

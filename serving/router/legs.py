@@ -295,8 +295,9 @@ class Legs:
         if event.reason is FinishReason.ERROR:
             assert event.error is not None
             return self._failed(attempt, i, leg, event.error, now_s)
-        if event.reason is FinishReason.ABORT:  # nobody asked for it: the worker is being stopped
-            return self._failed(attempt, i, leg, Unavailable(f"{worker} was stopped and has given the request up"), now_s)
+        if event.reason is FinishReason.ABORT:  # nobody asked for it
+            stopped = Unavailable(f"{worker} is being stopped and has given the request up")
+            return self._failed(attempt, i, leg, stopped, now_s)
         if leg is Leg.DECODE and not attempt.whole and not begun:
             attempt.early_end[i] = event
             return []
@@ -328,9 +329,7 @@ class Legs:
             if not attempt.prefilled:
                 attempt.prefilled = True
                 took_s = _between(moments, (Stage.PREFILL_START, Stage.ADMITTED), Stage.PREFILL_END)
-                effects.append(
-                    Prefilled(attempt=attempt, cached_tokens=event.usage.cached_tokens, prefill_s=took_s)
-                )
+                effects.append(Prefilled(attempt=attempt, cached_tokens=event.usage.cached_tokens, prefill_s=took_s))
         if leg is Leg.DECODE and not attempt.whole:
             took_s = _between(moments, (Stage.OFFERED,), Stage.ACCEPTED)
             if took_s is not None:
@@ -382,9 +381,7 @@ class Legs:
 
     def _together(self, attempt: Attempt, i: int) -> list[int]:
         """The samples that begin again with sample `i`: all, while none has a token; they share one prefill."""
-        fresh = not any(attempt.over) and all(
-            len(self.samples[k].tokens) == attempt.base for k in attempt.plan.samples
-        )
+        fresh = not any(attempt.over) and all(len(self.samples[k].tokens) == attempt.base for k in attempt.plan.samples)
         return list(range(len(attempt.over))) if fresh else [i]
 
     def _leave(self, attempt: Attempt, mine: Sequence[int], blame: Blame | None) -> list[Effect]:
