@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import pathlib
 
 from jaxpd.errors import InvalidArgument
 from jaxpd.policies.routing import POLICIES
 from jaxpd.policies.workers import Role
+from serving.cluster import Cluster
 
 LEAST_HEARTBEAT_S = 2.0  # workers say something once a second
 
@@ -32,13 +32,13 @@ class RouterConfig:
     heartbeat_timeout_s: float = 5.0
     ttft_slo_s: float | None = None
     tpot_slo_s: float | None = None
-    cluster_secret_file: pathlib.Path | None = None
-    insecure_cluster: bool = False
+    cluster: Cluster = dataclasses.field(default_factory=Cluster)
+    insecure_cluster: bool = False  # other machines may command this router, without a secret
 
     def __post_init__(self) -> None:
         seen: dict[str, str] = {}
         for role, flag, address in self.workers():
-            _check(address, flag)
+            check_address(address, flag)
             if address in seen:
                 other = seen[address]
                 twice = f"twice in {flag}" if other == flag else f"in {other} and in {flag}"
@@ -46,7 +46,7 @@ class RouterConfig:
                     f"{address} stands {twice}; a worker has one role: name it once", field=role.value
                 )
             seen[address] = flag
-        _check(self.listen, "--listen", any_port=True)
+        check_address(self.listen, "--listen", any_port=True)
         for flag, policy in (("--prefill-policy", self.prefill_policy), ("--decode-policy", self.decode_policy)):
             if policy not in POLICIES:
                 known = ", ".join(POLICIES)
@@ -93,7 +93,8 @@ def addresses_of(text: str | None, flag: str) -> tuple[str, ...]:
     return parts
 
 
-def _check(address: str, flag: str, *, any_port: bool = False) -> None:
+def check_address(address: str, flag: str, *, any_port: bool = False) -> None:
+    """Raises InvalidArgument naming `flag` for what is not HOST:PORT; `any_port`: 0 may stand for any free one."""
     host, colon, port = address.rpartition(":")
     least = 0 if any_port else 1
     if not (host and colon and port.isascii() and port.isdigit() and least <= int(port) <= 65535):
