@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 from jaxpd.cache.prefix import PrefixStats
+from jaxpd.request import Event, TokensEvent
 from jaxpd.sequence import State as SequenceState
 from jaxpd.stats import EngineStats, ReplicaStats
 from serving.gateway import State
@@ -92,3 +94,35 @@ def _replica_from_proto(message: pb.ReplicaReading) -> ReplicaStats:
         prefix=PrefixStats(queried=message.prefix_queried, hit=message.prefix_hit, evicted=message.prefix_evicted),
         **{field: getattr(message, field) for field in _REPLICA},
     )
+
+
+class Steps:
+    """What decode steps take, as the events of an engine tell: the time between two tokens of the same sequences.
+
+    A step that prefills in between counts as part of it, as it does for who waits for the tokens.
+    """
+
+    MOST = 32  # numbers of sequences that one reading tells of
+
+    def __init__(self) -> None:
+        self.replicas = 1  # of the pool that decodes
+        self._last: dict[int, tuple[float, set[tuple[str, int]]]] = {}  # by the thread of a pool
+        self._sums: dict[int, tuple[int, float]] = {}  # sequences in a replica -> steps, seconds
+
+    def note(self, events: Sequence[Event], at_s: float, thread: int) -> None:
+        """The events of one step, which the thread of a pool has handed over at `at_s`."""
+        these = {(event.request_id, event.sample) for event in events if isinstance(event, TokensEvent)}
+        if not these:
+            return
+        last_s, those = self._last.get(thread, (at_s, set()))
+        self._last[thread] = (at_s, these)
+        if 2 * len(these & those) >= len(these):
+            sequences = -(-len(these) // self.replicas)
+            count, seconds = self._sums.get(sequences, (0, 0.0))
+            self._sums[sequences] = (count + 1, seconds + at_s - last_s)
+
+    def take(self) -> tuple[tuple[int, float], ...]:
+        """(sequences in a replica, mean seconds of a step) since the last call."""
+        sums, self._sums = self._sums, {}
+        common = sorted(sums.items(), key=lambda entry: -entry[1][0])[: self.MOST]
+        return tuple((sequences, seconds / count) for sequences, (count, seconds) in sorted(common))
