@@ -35,6 +35,7 @@ from serving.router.config import RouterConfig
 from serving.router.counts import Counts, Numbers
 from serving.router.fleet import Fleet
 from serving.router.legs import (
+    WORD_S,
     Cancel,
     Closed,
     Decoding,
@@ -45,6 +46,7 @@ from serving.router.legs import (
     Plan,
     Prefilled,
     Retry,
+    Wait,
 )
 from serving.router.merged import merged
 from serving.router.session import Channel
@@ -365,6 +367,8 @@ class RouterEngine:
                 self.roster.transferred(choice.site.worker, moved_bytes=moved_bytes, transfer_s=effect.transfer_s)
             case Closed():
                 self._closed(live, effect, now_s)
+            case Wait():
+                self._loop.call_later(WORD_S, self._waited, live, effect)
             case Retry():
                 return self._retry(live, effect.plan, now_s)
         return []
@@ -396,6 +400,9 @@ class RouterEngine:
         if live.legs.done:  # nobody dispatches it any more, so that the chain may become that of the answer
             live.chain.extend(effect.tokens[:-1])
         self.roster.end(attempt.wire_id, now_s=now_s, keys=live.chain.keys)
+
+    def _waited(self, live: _Live, wait: Wait) -> None:
+        self._carry_out([(live, live.legs.waited(wait.wire_id, wait.sample, now_s=time.monotonic()))])
 
     def _retry(self, live: _Live, plan: Plan, now_s: float) -> list[Effect]:
         chosen: Route | Refusal | JaxpdError

@@ -27,6 +27,8 @@ from jaxpd.request import Event, FinishEvent, FinishReason, Request, TokensEvent
 
 # What one worker says of a hand-off when the other one, or the way between them, is to blame (jaxpd.errors).
 LINK = frozenset(("copy", "peer", "lease"))
+# What it says where the other one is well, but does not have it (any more).
+NOT_THERE = frozenset(("refused",))
 # Of a sample's life: what the prefill worker tells, and what the decode worker does.
 BY_PREFILL = frozenset((Stage.ADMITTED, Stage.PREFILL_START, Stage.CHUNK, Stage.PREFILL_END))
 BY_DECODE = frozenset((Stage.OFFERED, Stage.TRANSFERRED, Stage.ACCEPTED, Stage.DECODE_START, Stage.PREEMPTED))
@@ -65,7 +67,7 @@ class Attempt:
     over: list[bool]
     handed: list[bool]  # the prefill worker is done with it
     early: list[list[TokensEvent]]  # of the decode worker, before the first token
-    early_end: list[FinishEvent | None]
+    early_end: list[FinishEvent | None]  # of the decode worker, before the prefill worker is done with the sample
     prefilled: bool = False
     decoding: bool = False
     blame: Blame | None = None
@@ -151,7 +153,18 @@ class Retry:
     plan: Plan
 
 
-Effect = Deliver | Cancel | Prefilled | Decoding | Moved | Closed | Retry
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Wait:
+    """The decode worker has given a sample up, maybe since the prefill worker has ended it: which will say so, or not.
+    Call `Legs.waited` in `WORD_S` seconds."""
+
+    wire_id: str
+    sample: int
+
+
+WORD_S = 0.25
+
+Effect = Deliver | Cancel | Prefilled | Decoding | Moved | Closed | Retry | Wait
 
 
 @dataclasses.dataclass(eq=False)
@@ -257,10 +270,21 @@ class Legs:
         for event in early:
             if not attempt.over[i]:
                 effects += self._deliver(attempt, event, attempt.decode, now_s)
-        end, attempt.early_end[i] = attempt.early_end[i], None
-        if end is not None and not attempt.over[i]:
+        end = attempt.early_end[i]
+        failed = end is not None and end.reason in (FinishReason.ERROR, FinishReason.ABORT)
+        if end is not None and not attempt.over[i] and (attempt.handed[i] or not failed):
+            attempt.early_end[i] = None
             effects += self._ended(attempt, attempt.decode, end, now_s)
         return effects
+
+    def waited(self, wire_id: str, i: int, *, now_s: float) -> list[Effect]:
+        """After a `Wait`: where the prefill worker has said nothing, the decode worker meant it."""
+        attempt = self.attempts.get(wire_id)
+        end = None if attempt is None else attempt.early_end[i]
+        if attempt is None or end is None or attempt.over[i]:
+            return []
+        error = end.error or Unavailable(f"{attempt.decode} has given the request up")
+        return self._failed(attempt, i, Leg.DECODE, error, now_s)
 
     def _deliver(self, attempt: Attempt, event: TokensEvent, worker: str, now_s: float) -> list[Effect]:
         """What is new of an event's tokens, to the client."""
@@ -292,12 +316,13 @@ class Legs:
         begun = len(sample.tokens) > attempt.base
         if leg is Leg.PREFILL and attempt.handed[i]:
             return []
-        if event.reason is FinishReason.ERROR:
-            assert event.error is not None
-            return self._failed(attempt, i, leg, event.error, now_s)
-        if event.reason is FinishReason.ABORT:  # nobody asked for it
-            stopped = Unavailable(f"{worker} is being stopped and has given the request up")
-            return self._failed(attempt, i, leg, stopped, now_s)
+        if event.reason in (FinishReason.ERROR, FinishReason.ABORT):
+            # Nobody here has asked for an abort.
+            error = event.error or Unavailable(f"{worker} has given the request up")
+            if leg is Leg.DECODE and not attempt.whole and not attempt.handed[i] and isinstance(error, Unavailable):
+                attempt.early_end[i] = event
+                return [Wait(wire_id=attempt.wire_id, sample=i)]
+            return self._failed(attempt, i, leg, error, now_s)
         if leg is Leg.DECODE and not attempt.whole and not begun:
             attempt.early_end[i] = event
             return []
@@ -310,7 +335,7 @@ class Legs:
         effects = self._told(attempt, sample, leg, event)
         if handed_off:
             attempt.handed[i] = True
-            return effects
+            return effects + self._catch_up(attempt, i, now_s)
         if leg is Leg.PREFILL and not attempt.whole:
             effects.append(Cancel(worker=attempt.decode, wire_id=attempt.wire_id, sample=i))
         attempt.over[i] = True
@@ -375,8 +400,9 @@ class Legs:
         if next_ is Next.STOP:
             told = error or Unavailable(f"{why}; {self._given_up(samples[0])}")
             return effects + [self._finish(sample, FinishReason.ERROR, now_s, error=told) for sample in samples]
-        busy = error if what is Outcome.BUSY and not isinstance(error, HandoffFailed) else None
-        plan = self._plan(samples, self._avoids(samples[0], avoid, what), error=busy)
+        # Who is broken may have mended, and a hand-off may go well the next time; who is full is not asked again.
+        again = what is Outcome.FAULT or isinstance(error, HandoffFailed)
+        plan = self._plan(samples, self._avoids(samples[0], avoid, again=again), error=None if again else error)
         return [*effects, Retry(plan=plan)]
 
     def _together(self, attempt: Attempt, i: int) -> list[int]:
@@ -398,11 +424,11 @@ class Legs:
         ]
         return effects + self._closed(attempt)
 
-    def _avoids(self, sample: Sample, avoid: frozenset[str], what: Outcome) -> tuple[frozenset[str], ...]:
-        """Without all that have failed it; else without those of now, one after the other; and who is broken may have
-        mended, but who is full is not asked again."""
+    def _avoids(self, sample: Sample, avoid: frozenset[str], *, again: bool) -> tuple[frozenset[str], ...]:
+        """Without all that have failed it; else without those of now, one after the other; else, where they may be
+        asked `again`, with them."""
         sets = [sample.avoid, avoid, *(frozenset((name,)) for name in sorted(avoid))]
-        if what is Outcome.FAULT:
+        if again:
             sets.append(frozenset())
         return tuple(dict.fromkeys(sets))
 
@@ -557,6 +583,9 @@ def _verdict(attempt: Attempt, leg: Leg, error: JaxpdError | None) -> tuple[Leg,
         if error.reason in LINK:
             at = Leg.DECODE if leg is Leg.PREFILL else Leg.PREFILL
             return at, Outcome.FAULT, frozenset(names.values())
+        if error.reason in NOT_THERE:
+            at = Leg.DECODE if leg is Leg.PREFILL else Leg.PREFILL
+            return at, Outcome.BUSY, frozenset((names[at],))
         if error.reason == "lost":  # what it had of the prompt from before: it is well, and can begin again
             return leg, Outcome.BUSY, frozenset()
     what = outcome(None if error is None else error.code)

@@ -127,7 +127,14 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServicer):
 
     def description(self) -> Description:
         identity: dict[str, Any] = dict(
-            model="abc", dtype="bfloat16", page_size=PAGE, num_layers=2, num_heads=4, num_kv_heads=2, lanes=128, streams=1
+            model="abc",
+            dtype="bfloat16",
+            page_size=PAGE,
+            num_layers=2,
+            num_heads=4,
+            num_kv_heads=2,
+            lanes=128,
+            streams=1,
         )
         identity |= {k: v for k, v in self._differs.items() if k in identity or k.endswith("protocol")}
         model = ServedModel(

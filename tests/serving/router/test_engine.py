@@ -187,9 +187,7 @@ def test_what_was_handed_over_does_not_need_its_prefill_worker(
     asyncio.run(run())
 
 
-def test_a_full_worker_is_left_out_and_one_that_is_alone_says_so(
-    cluster: Cluster, worker_script: ModuleType
-) -> None:
+def test_a_full_worker_is_left_out_and_one_that_is_alone_says_so(cluster: Cluster, worker_script: ModuleType) -> None:
     async def run() -> None:
         async with cluster(prefill=1, decode=2) as (router, (p, d1, d2)):
             d1.fail = ResourceExhausted("it is full", retry_after_s=3.0)
@@ -378,5 +376,25 @@ def test_events_of_one_message_are_one_batch(cluster: Cluster) -> None:
             d.say(TokensEvent("r1.1", 1, (1, 2)), TokensEvent("r2.2", 1, (3,)), TokensEvent("r1.1", 3, (4,)))
             await asyncio.sleep(0.1)
             assert [len(batch) for batch in router.batches] == [3]
+
+    asyncio.run(run())
+
+
+def test_who_gives_up_what_the_prefill_worker_has_ended_is_not_blamed(cluster: Cluster, soon: Any) -> None:
+    """The decode worker hears from the prefill worker that it is over, and may say so here before the other does."""
+
+    async def run() -> None:
+        async with cluster(prefill=1, decode=1) as (router, (p, d)):
+            p.stop_at = 0
+            d.fail = Unavailable("the worker has ended what it had")
+            request = router.submit(max_tokens=1)
+            await soon(lambda: d.started and not d.running)
+            await asyncio.sleep(0.05)
+            p.stop_at = None
+            end = await router.finish(request)
+            assert end.reason is FinishReason.LENGTH and len(p.started) == 1
+            end = await router.finish(router.submit())
+            assert isinstance(end.error, Unavailable) and "ended what it had" in end.error.message
+            router.settled()
 
     asyncio.run(run())
