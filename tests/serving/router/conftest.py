@@ -47,9 +47,7 @@ class Router:
         """A request of its own seed."""
         serial = next(self._serial)
         params = SamplingParams(max_tokens=max_tokens, n=n, seed=serial * 1000, temperature=1.0)
-        request = Request(
-            request_id=f"r{serial}", prompt_ids=prompt, params=params, arrival_s=time.monotonic(), **more
-        )
+        request = Request(request_id=f"r{serial}", prompt_ids=prompt, params=params, arrival_s=time.monotonic(), **more)
         self.engine.submit(request)
         return request
 
