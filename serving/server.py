@@ -39,9 +39,8 @@ LAST_MESSAGES_S = 5.0  # for what is on its way when the drain is over
 
 
 class Front(Protocol):
-    """One way in."""
+    """One way in; its port is bound already."""
 
-    def bind(self, host: str, port: int) -> int: ...
     async def start(self) -> None: ...
     async def set_ready(self, ready: bool) -> None: ...
     async def stop(self, grace_s: float) -> None: ...
@@ -68,15 +67,15 @@ async def serve(
     fronts, ports = _bound(gateway, config, seeing)
     for front in fronts:
         await front.start()
-    stopping = stop if stop is not None else _stop_on_signals()
-    starting = _start_in_thread(make_engine, gateway.on_events)
+    stopping = stop if stop is not None else stop_on_signals()
+    starting = start_in_thread(make_engine, gateway.on_events)
     interrupted = asyncio.ensure_future(stopping.wait())
     try:
         await asyncio.wait((starting, interrupted), return_when=asyncio.FIRST_COMPLETED)
         if not starting.done():
             await _stop_all(fronts, 0)
             if stop is None:
-                _leave_at_once()
+                leave_at_once()
             engine = await starting
             await asyncio.to_thread(engine.close)
             return
@@ -137,7 +136,7 @@ async def _stop_all(fronts: Sequence[Front], grace_s: float) -> None:
     await asyncio.gather(*(front.stop(grace_s) for front in fronts))
 
 
-def _start_in_thread(make_engine: MakeEngine, on_events: OnEvents) -> asyncio.Future[Engine]:
+def start_in_thread(make_engine: MakeEngine, on_events: OnEvents) -> asyncio.Future[Engine]:
     """Makes and starts the engine in a daemon thread: a process that wants to end would wait for one of a pool."""
     loop = asyncio.get_running_loop()
     future: asyncio.Future[Engine] = loop.create_future()
@@ -164,7 +163,8 @@ def _start_in_thread(make_engine: MakeEngine, on_events: OnEvents) -> asyncio.Fu
     return future
 
 
-def _stop_on_signals() -> asyncio.Event:
+def stop_on_signals() -> asyncio.Event:
+    """Set by the first SIGTERM or SIGINT; from then on both end the process at once."""
     loop, stop = asyncio.get_running_loop(), asyncio.Event()
     signals = (signal.SIGTERM, signal.SIGINT)
 
@@ -180,7 +180,7 @@ def _stop_on_signals() -> asyncio.Event:
     return stop
 
 
-def _leave_at_once() -> None:
+def leave_at_once() -> None:
     """Ends the process while the engine starts. A compile cannot be interrupted, nothing is running yet that could be
     lost, and tearing the interpreter down under a compiling thread crashes."""
     logger.warning("stopped before it was ready")
