@@ -41,7 +41,8 @@ class Served:
         self.control, self.engine = address, engine
 
     async def ports(self) -> Ports:
-        await asyncio.wait([self.ready, self.task], timeout=10, return_when=asyncio.FIRST_COMPLETED)
+        both: list[asyncio.Future[Any]] = [self.ready, self.task]
+        await asyncio.wait(both, timeout=10, return_when=asyncio.FIRST_COMPLETED)
         if self.task.done():
             self.task.result()
         return self.ready.result()
