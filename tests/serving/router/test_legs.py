@@ -198,7 +198,8 @@ def test_an_answer_that_is_whole_needs_no_replay() -> None:
 
 
 def test_a_decode_worker_that_gives_up_waits_for_the_prefill_worker_s_word() -> None:
-    for word, kind in ((end(FinishReason.LENGTH), FinishEvent), (handed(), Retry), (None, Retry)):
+    words: list[tuple[FinishEvent | None, type]] = [(end(FinishReason.LENGTH), FinishEvent), (handed(), Retry)]
+    for word, kind in [*words, (None, Retry)]:
         legs = legs_of()
         begun(legs)
         legs.heard(P, tokens(0, 7), now_s=1.0)
@@ -239,14 +240,15 @@ def test_nobody_takes_it() -> None:
 
 
 def test_strange_words_are_the_worker_s_fault() -> None:
-    for route, who, words in (
+    cases: list[tuple[Route, str, list[TokensEvent | FinishEvent]]] = [
         (SPLIT, P, [handed()]),  # without a token
         (SPLIT, P, [end(FinishReason.STOP)]),
         (SPLIT, P, [tokens(1, 7)]),
         (WHOLE, M, [handed()]),
         (WHOLE, M, [tokens(0, 7), handed()]),
         (WHOLE, M, [tokens(0, 7), tokens(2, 7)]),
-    ):
+    ]
+    for route, who, words in cases:
         legs = legs_of()
         begun(legs, route)
         effects: list[Effect] = []
@@ -256,60 +258,64 @@ def test_strange_words_are_the_worker_s_fault() -> None:
         assert plan_of(effects)
 
 
-def test_random_words_never_repeat_or_skip_a_token() -> None:
+@pytest.mark.parametrize("seed", range(20))
+def test_random_words_never_repeat_or_skip_a_token(seed: int) -> None:
     """Whatever the workers say and in whatever order, the client's tokens have their indices, and each sample one end."""
-    for seed in range(300):
-        draw = random.Random(seed)
-        n = draw.choice((1, 1, 2, 3))
-        legs = legs_of(n=n, max_tokens=draw.randint(1, 6))
-        route = draw.choice((SPLIT, SPLIT, WHOLE))
-        have, ended, open_ = [0] * n, [0] * n, set[str]()
+    for i in range(15):
+        walk(random.Random(100 * seed + i))
 
-        def take(effects: list[Effect]) -> None:
-            todo = list(effects)
-            while todo:
-                effect = todo.pop(0)
-                if isinstance(effect, Deliver):
-                    event = effect.event
-                    assert not ended[event.sample]
-                    if isinstance(event, TokensEvent):
-                        assert event.first_index == have[event.sample]
-                        # Which token it is follows from its place alone.
-                        assert list(event.token_ids) == [event.first_index + k for k in range(len(event.token_ids))]
-                        have[event.sample] += len(event.token_ids)
-                    else:
-                        ended[event.sample] += 1
-                        assert event.usage.completion_tokens == have[event.sample]
-                elif isinstance(effect, Closed):
-                    open_.remove(effect.attempt.wire_id)
-                elif isinstance(effect, Retry):
-                    assert effect.plan.request.outputs == tuple(range(have[effect.plan.samples[0]]))
-                    if draw.random() < 0.2:
-                        todo += legs.refused(effect.plan, Unavailable("nobody"), now_s=1.0)
-                    else:
-                        open_.add(legs.start(effect.plan, route, now_s=1.0).wire_id)
 
-        open_.add(begun(legs, route).wire_id)
-        for _ in range(120):
-            who = draw.choice((P, D) if route is SPLIT else (M,))
-            wire, sample, index = f"r.{draw.randint(1, 6)}", draw.randrange(n), draw.randint(0, 5)
-            match draw.randrange(12):
-                case 0:
-                    take(legs.lost(who, "killed", now_s=1.0)) if draw.random() < 0.3 else None
-                case 1:
-                    take(legs.abort(draw.randrange(n), now_s=1.0)) if draw.random() < 0.1 else None
-                case 2:
-                    take(legs.heard(who, end(FinishReason.LENGTH, wire=wire, sample=sample), now_s=1.0))
-                case 3:
-                    error = draw.choice((Internal("x"), Unavailable("x"), HandoffFailed("peer", "x")))
-                    take(legs.heard(who, failed(error, wire=wire, sample=sample), now_s=1.0))
-                case 4 | 5:
-                    take(legs.heard(who, handed(wire=wire, sample=sample), now_s=1.0))
-                case 6:
-                    take(legs.waited(wire, 0, now_s=1.0))
-                case _:
-                    ids = tuple(range(index, index + draw.randint(1, 3)))
-                    take(legs.heard(who, tokens(index, *ids, wire=wire, sample=sample), now_s=1.0))
-            assert open_ == set(legs.attempts)
-        take(legs.abort(None, now_s=1.0))
-        assert ended == [1] * n and legs.done and not legs.attempts and not open_
+def walk(draw: random.Random) -> None:
+    n = draw.choice((1, 1, 2, 3))
+    legs = legs_of(n=n, max_tokens=draw.randint(1, 6))
+    route = draw.choice((SPLIT, SPLIT, WHOLE))
+    have, ended, open_ = [0] * n, [0] * n, set[str]()
+
+    def take(effects: list[Effect]) -> None:
+        todo = list(effects)
+        while todo:
+            effect = todo.pop(0)
+            if isinstance(effect, Deliver):
+                event = effect.event
+                assert not ended[event.sample]
+                if isinstance(event, TokensEvent):
+                    assert event.first_index == have[event.sample]
+                    # Which token it is follows from its place alone.
+                    assert list(event.token_ids) == [event.first_index + k for k in range(len(event.token_ids))]
+                    have[event.sample] += len(event.token_ids)
+                else:
+                    ended[event.sample] += 1
+                    assert event.usage.completion_tokens == have[event.sample]
+            elif isinstance(effect, Closed):
+                open_.remove(effect.attempt.wire_id)
+            elif isinstance(effect, Retry):
+                assert effect.plan.request.outputs == tuple(range(have[effect.plan.samples[0]]))
+                if draw.random() < 0.2:
+                    todo += legs.refused(effect.plan, Unavailable("nobody"), now_s=1.0)
+                else:
+                    open_.add(legs.start(effect.plan, route, now_s=1.0).wire_id)
+
+    open_.add(begun(legs, route).wire_id)
+    for _ in range(120):
+        who = draw.choice((P, D) if route is SPLIT else (M,))
+        wire, sample, index = f"r.{draw.randint(1, 6)}", draw.randrange(n), draw.randint(0, 5)
+        match draw.randrange(12):
+            case 0:
+                take(legs.lost(who, "killed", now_s=1.0)) if draw.random() < 0.3 else None
+            case 1:
+                take(legs.abort(draw.randrange(n), now_s=1.0)) if draw.random() < 0.1 else None
+            case 2:
+                take(legs.heard(who, end(FinishReason.LENGTH, wire=wire, sample=sample), now_s=1.0))
+            case 3:
+                error = draw.choice((Internal("x"), Unavailable("x"), HandoffFailed("peer", "x")))
+                take(legs.heard(who, failed(error, wire=wire, sample=sample), now_s=1.0))
+            case 4 | 5:
+                take(legs.heard(who, handed(wire=wire, sample=sample), now_s=1.0))
+            case 6:
+                take(legs.waited(wire, 0, now_s=1.0))
+            case _:
+                ids = tuple(range(index, index + draw.randint(1, 3)))
+                take(legs.heard(who, tokens(index, *ids, wire=wire, sample=sample), now_s=1.0))
+        assert open_ == set(legs.attempts)
+    take(legs.abort(None, now_s=1.0))
+    assert ended == [1] * n and legs.done and not legs.attempts and not open_
