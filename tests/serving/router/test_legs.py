@@ -260,7 +260,7 @@ def test_strange_words_are_the_worker_s_fault() -> None:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_random_words_never_repeat_or_skip_a_token(seed: int) -> None:
-    """Whatever the workers say and in whatever order, the client's tokens have their indices, and each sample one end."""
+    """Whatever the workers say, and in whatever order: tokens have their indices, and each sample has one end."""
     for i in range(15):
         walk(random.Random(100 * seed + i))
 
