@@ -91,7 +91,9 @@ def test_times_are_of_the_workers_and_of_the_router_s_clock() -> None:
     begun(legs)
     legs.heard(P, tokens(0, 7), now_s=20.0)
     effects = legs.heard(
-        P, handed(cached=2, arrived=11.0, admitted=12.0, prefill_start=13.0, prefill_end=19.0), now_s=20.0
+        P,
+        handed(cached=2, arrived=11.0, admitted=12.0, prefill_start=13.0, offered=14.0, prefill_end=19.0),
+        now_s=20.0,
     )
     (prefilled,) = effects
     assert isinstance(prefilled, Prefilled) and prefilled.cached_tokens == 2 and prefilled.prefill_s == 6.0
@@ -99,7 +101,7 @@ def test_times_are_of_the_workers_and_of_the_router_s_clock() -> None:
     legs.heard(D, tokens(2, 9), now_s=26.0)
     effects = legs.heard(
         D,
-        end(FinishReason.LENGTH, arrived=11.0, offered=14.0, transferred=20.5, accepted=21.0, decode_start=22.0),
+        end(FinishReason.LENGTH, arrived=11.0, offered=20.1, transferred=20.5, accepted=21.0, decode_start=22.0),
         now_s=26.5,
     )
     (finish,) = delivered(effects)
@@ -124,7 +126,7 @@ def test_a_decode_worker_s_clock_does_not_go_before_the_first_token() -> None:
     legs.heard(P, tokens(0, 7), now_s=20.0)
     legs.heard(P, handed(), now_s=20.0)
     legs.heard(D, tokens(1, 8), now_s=21.0)
-    (finish,) = delivered(legs.heard(D, end(FinishReason.LENGTH, offered=19, accepted=19, decode_start=19), now_s=21.0))
+    (finish,) = delivered(legs.heard(D, end(FinishReason.LENGTH, accepted=19, decode_start=19), now_s=21.0))
     assert finish.timings.transfer_exposed_s == 0.0
 
 
