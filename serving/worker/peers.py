@@ -234,8 +234,9 @@ class Peers:
             raise Unavailable(stream.reason)
         finally:
             if reading is not None:
-                reading.cancel()
                 self._lose(stream, "the stream has ended")
+                reading.cancel()
+                await asyncio.wait([reading])  # nobody reads from the stream any more
             else:
                 self._close_transport(transport)
 
