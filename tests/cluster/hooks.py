@@ -1,0 +1,278 @@
+"""Where the failure matrix takes hold of a worker: wrapped parts of the program that is shipped, never others.
+
+    a sequence in a prefill engine's queue     `hold("queued")`: its turn does not come
+    messages between engines                   `hold`, `drop`, `duplicate` by kind and way; all are told
+    steps of the device                        `slow_steps`
+    leases of offers                           `lease`
+    pulls                                      `fail_pulls`; `transfer`: the port they go to is slow, cut or a hole
+
+A hold takes the first hand-off that comes to it and no other; `disarm` makes one that has taken nothing harmless.
+`clear` lets everything go and makes all as it was.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import grpc
+import jax
+
+from jaxpd.device import PoolDevice
+from jaxpd.engine import Engine
+from jaxpd.remote.decode import DecodeSide
+from jaxpd.remote.messages import Message, Peer
+from jaxpd.remote.prefill import PrefillSide
+from jaxpd.sequence import Sequence
+from meshes.transfer.link import JaxLink, Pull
+from meshes.transfer.offering import OfferingSide
+from tests.cluster.loop import LoopThread
+from tests.cluster.proxy import Proxy
+
+QUEUED = "queued"
+Deliver = Callable[[], None]
+
+
+class FailedPull:
+    """Arrays that did not arrive."""
+
+    def settled(self) -> bool:
+        return True
+
+    def take(self) -> list[jax.Array]:
+        raise RuntimeError("the tests made this pull fail")
+
+
+class WrappedPeer:
+    """A peer whose messages pass the hooks on their way out."""
+
+    def __init__(self, peer: Peer, hooks: Hooks) -> None:
+        self._peer = peer
+        self._hooks = hooks
+        self.name = peer.name
+        self.transport = peer.transport
+
+    def send(self, message: Message) -> None:
+        self._hooks.passing("out", message, lambda: self._peer.send(message))
+
+
+@dataclasses.dataclass
+class _Rule:
+    do: str  # hold, drop or duplicate
+    handoff: int | str | None = None  # that it has taken
+    armed: bool = True
+    held: list[Deliver] = dataclasses.field(default_factory=list)
+
+
+class Hooks:
+    """Installed once in a process. `tell` gets what is seen, as keyword arguments; commands come in another thread."""
+
+    def __init__(self, tell: Callable[..., None]) -> None:
+        self._tell = tell
+        self._lock = threading.RLock()
+        self._rules: dict[tuple[str, str], _Rule] = {}  # by way and kind of message
+        self._peers: dict[Peer, WrappedPeer] = {}
+        self._links: list[Proxy] = []
+        self._thread = LoopThread()
+        self._engine: Engine | None = None
+        self._side: Any = None
+        self._idle: Any = None
+        self._slow_s = 0.0
+        self._lease_s: float | None = None
+        self._pulls_fail = False
+
+    # commands -----------------------------------------------------------------------------------------------------
+
+    def hold(self, *, what: str, way: str = "in") -> None:
+        """Messages of a kind wait, of the first hand-off that one comes of."""
+        self._rule("hold", what, way)
+
+    def drop(self, *, what: str, way: str = "in") -> None:
+        """Messages of a kind are lost."""
+        self._rule("drop", what, way)
+
+    def duplicate(self, *, what: str, way: str = "in") -> None:
+        """Messages of a kind come twice."""
+        self._rule("duplicate", what, way)
+
+    def _rule(self, do: str, what: str, way: str) -> None:
+        with self._lock:
+            self._rules[way, what] = _Rule(do)
+
+    def disarm(self) -> None:
+        """Holds take nobody else."""
+        with self._lock:
+            for rule in self._rules.values():
+                rule.armed = False
+
+    def release(self) -> None:
+        """What is held goes on, in order, and nothing is held any more."""
+        with self._lock:
+            rules, self._rules = list(self._rules.values()), {}
+        for rule in rules:
+            for deliver in rule.held:
+                deliver()
+        if self._engine is not None:
+            for pool in self._engine._pools:
+                pool.wake()
+
+    def slow_steps(self, *, seconds: float) -> None:
+        """Each step takes so much longer."""
+        self._slow_s = seconds
+
+    def lease(self, *, seconds: float) -> None:
+        """Offers from now on live so long."""
+        self._lease_s = seconds
+
+    def fail_pulls(self) -> None:
+        """Pulls from now on fail."""
+        self._pulls_fail = True
+
+    def transfer(self, *, how: str, **values: Any) -> None:
+        """What a `Proxy` can do (slow, hole, cut, heal), to the ports from which others pull."""
+        for link in self._links:
+            getattr(link, how)(**values)
+
+    def clear(self) -> None:
+        """Everything as it was, and what was held goes on."""
+        self._slow_s, self._lease_s, self._pulls_fail = 0.0, None, False
+        self.transfer(how="heal")
+        self.release()
+
+    def in_use(self) -> str:
+        """What is not as it was before the first request, for a person; empty: all is."""
+        if self._engine is None:
+            return ""
+        left = []
+        if (stats := self._engine.stats()) != self._idle:
+            rooms = [r for r, idle in zip(stats.replicas, self._idle.replicas, strict=True) if r != idle]
+            left.append(f"{stats.states=}, {stats.staging_bytes=}, {rooms}")
+        with self._lock:
+            transports = [peer.transport for peer in self._peers.values()]
+        for transport in transports:
+            offered, pulled = transport.offering.used_bytes, transport.pulling.used_bytes
+            if offered or pulled:
+                left.append(f"{offered} bytes offered and {pulled} pulled at {transport.address}")
+        return "; ".join(left)
+
+    # what is wrapped ----------------------------------------------------------------------------------------------
+
+    def install(self, *, dial: dict[str, str] | None = None) -> None:
+        """Before the program starts."""
+        self._wrap_dialing(dial or {})
+        self._wrap_engine()
+        for side in (PrefillSide, DecodeSide):
+            self._wrap_side(side)
+        self._wrap_queue()
+        self._wrap_transfers()
+
+    def _wrap_dialing(self, dial: dict[str, str]) -> None:
+        def wrapped(make: Callable[..., Any]) -> Callable[..., Any]:
+            return lambda target, *rest, **more: make(dial.get(target, target), *rest, **more)
+
+        grpc.aio.insecure_channel = wrapped(grpc.aio.insecure_channel)
+        grpc.insecure_channel = wrapped(grpc.insecure_channel)
+
+    def _wrap_engine(self) -> None:
+        start, submit, forward = Engine.start, Engine.submit, PoolDevice.forward
+
+        def started(engine: Engine) -> None:
+            start(engine)
+            self._engine, self._idle = engine, engine.stats()
+
+        def submitted(engine: Engine, request: Any, leg: Any = None) -> None:
+            told = {"leg": type(leg).__name__, "handoffs": list(getattr(leg, "handoffs", ()))}
+            self._tell(event="submit", request=request.request_id, outputs=len(request.outputs), **told)
+            submit(engine, request, leg)
+
+        def slow(device: PoolDevice, *args: Any) -> Any:
+            if self._slow_s:
+                time.sleep(self._slow_s)
+            return forward(device, *args)
+
+        Engine.start, Engine.submit, PoolDevice.forward = started, submitted, slow  # type: ignore[method-assign]
+
+    def _wrap_side(self, kind: Any) -> None:
+        connected, received = kind.connected, kind.received
+
+        def on_connected(side: Any, peer: Peer) -> None:
+            self._side = side
+            self._tell(event="connected", peer=peer.name)
+            connected(side, self._wrapped(peer))
+
+        def on_received(side: Any, peer: Peer, message: Message) -> None:
+            wrapped = self._wrapped(peer)
+            self.passing("in", message, lambda: received(side, wrapped, message))
+
+        kind.connected, kind.received = on_connected, on_received
+
+    def _wrapped(self, peer: Peer) -> Any:
+        with self._lock:
+            return self._peers.setdefault(peer, WrappedPeer(peer, self))
+
+    def _wrap_queue(self) -> None:
+        reserve = PrefillSide.reserve
+
+        def reserved(side: PrefillSide, seq: Sequence, pool: Any) -> bool:
+            return not self._held(QUEUED, QUEUED, seq.request_id, lambda: None) and reserve(side, seq, pool)
+
+        PrefillSide.reserve = reserved  # type: ignore[method-assign]
+
+    def _wrap_transfers(self) -> None:
+        init, pull, offer = JaxLink.__init__, JaxLink.pull, OfferingSide.offer
+
+        def made(link: JaxLink, *args: Any, **more: Any) -> None:
+            init(link, *args, **more)
+            proxy = Proxy(link._address, noticed=lambda: self._tell(event="held", what="pull"))
+            self._thread.run(proxy.start())
+            self._links.append(proxy)
+            link._announced = proxy.address  # type: ignore[attr-defined]
+
+        def pulled(link: JaxLink, address: str, *rest: Any) -> Pull:
+            self._tell(event="pull")
+            return FailedPull() if self._pulls_fail else pull(link, address, *rest)
+
+        def offered(side: OfferingSide, *args: Any) -> int | None:
+            if self._lease_s is not None:
+                side._limits = dataclasses.replace(side._limits, lease_s=self._lease_s)
+            return offer(side, *args)
+
+        JaxLink.__init__, JaxLink.pull, OfferingSide.offer = made, pulled, offered  # type: ignore[method-assign]
+        JaxLink.address = property(lambda link: link._announced)  # type: ignore[assignment,method-assign]
+
+    # messages -----------------------------------------------------------------------------------------------------
+
+    def passing(self, way: str, message: Message, deliver: Deliver) -> None:
+        """A message on its way, one way or the other."""
+        what, handoff = type(message).__name__, getattr(message, "handoff", None)
+        self._tell(event=way, what=what, handoff=handoff)
+        if self._held(way, what, handoff, deliver):
+            return
+        with self._lock:
+            rule = self._rules.get((way, what))
+            do = rule.do if rule is not None and rule.armed else ""
+        if do == "drop":
+            self._tell(event="dropped", what=what, handoff=handoff)
+            return
+        deliver()
+        if do == "duplicate":
+            self._tell(event="duplicated", what=what, handoff=handoff)
+            deliver()
+
+    def _held(self, way: str, what: str, handoff: int | str | None, deliver: Deliver) -> bool:
+        with self._lock:
+            rule = self._rules.get((way, what))
+            if rule is None or rule.do != "hold":
+                return False
+            if rule.armed and not rule.held:
+                rule.handoff = handoff
+            elif rule.handoff != handoff or not rule.held:
+                return False
+            first = not rule.held
+            rule.held.append(deliver)
+        if first:
+            self._tell(event="held", what=what, handoff=handoff)
+        return True
