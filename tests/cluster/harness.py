@@ -13,7 +13,6 @@ With `faulty` the workers run `faulty_worker.py`, the same program with hooks, a
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
 import os
 import pathlib
@@ -25,8 +24,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any
 

@@ -1,10 +1,10 @@
 """Where the failure matrix takes hold of a worker: wrapped parts of the program that is shipped, never others.
 
     a sequence in a prefill engine's queue     `hold("queued")`: its turn does not come
-    messages between engines                   `hold`, `drop`, `duplicate` by kind and way; all are told
+    messages between engines                   `hold`, `drop`, `duplicate`, `repeat`, by kind and way; all are told
     steps of the device                        `slow_steps`
     leases of offers                           `lease`
-    pulls                                      `fail_pulls`; `transfer`: the port they go to is slow, cut or a hole
+    pulls                                      `fail_pulls`; `transfer`: the port that serves them is slow, cut, a hole
 
 A hold takes the first hand-off that comes to it and no other; `disarm` makes one that has taken nothing harmless.
 `clear` lets everything go and makes all as it was.
@@ -36,14 +36,22 @@ QUEUED = "queued"
 Deliver = Callable[[], None]
 
 
-class FailedPull:
-    """Arrays that did not arrive."""
+class WrappedPull:
+    """A pull that can be made to fail."""
+
+    def __init__(self, pull: Pull, hooks: Hooks) -> None:
+        self._pull = pull
+        self._hooks = hooks
+        self.broken = False
 
     def settled(self) -> bool:
-        return True
+        return self.broken or self._pull.settled()
 
     def take(self) -> list[jax.Array]:
-        raise RuntimeError("the tests made this pull fail")
+        self._hooks.taken(self)
+        if self.broken:
+            raise RuntimeError("the tests made this pull fail")
+        return self._pull.take()
 
 
 class WrappedPeer:
@@ -61,7 +69,7 @@ class WrappedPeer:
 
 @dataclasses.dataclass
 class _Rule:
-    do: str  # hold, drop or duplicate
+    do: str  # hold, drop (the first) or duplicate
     handoff: int | str | None = None  # that it has taken
     armed: bool = True
     held: list[Deliver] = dataclasses.field(default_factory=list)
@@ -82,7 +90,9 @@ class Hooks:
         self._idle: Any = None
         self._slow_s = 0.0
         self._lease_s: float | None = None
-        self._pulls_fail = False
+        self._next_pull_fails = False
+        self._pulls: set[WrappedPull] = set()  # that are under way
+        self._last: dict[tuple[str, str], Deliver] = {}  # of each way and kind
 
     # commands -----------------------------------------------------------------------------------------------------
 
@@ -91,7 +101,7 @@ class Hooks:
         self._rule("hold", what, way)
 
     def drop(self, *, what: str, way: str = "in") -> None:
-        """Messages of a kind are lost."""
+        """The next message of a kind is lost."""
         self._rule("drop", what, way)
 
     def duplicate(self, *, what: str, way: str = "in") -> None:
@@ -127,9 +137,27 @@ class Hooks:
         """Offers from now on live so long."""
         self._lease_s = seconds
 
-    def fail_pulls(self) -> None:
-        """Pulls from now on fail."""
-        self._pulls_fail = True
+    def repeat(self, *, what: str, way: str = "in") -> bool:
+        """The last message of a kind that came through comes once more; False: there was none."""
+        with self._lock:
+            deliver = self._last.get((way, what))
+        if deliver is not None:
+            deliver()
+        return deliver is not None
+
+    def fail_pulls(self) -> int:
+        """Those that are under way fail; where there are none, the next one. How many there were."""
+        with self._lock:
+            pulls = list(self._pulls)
+            self._next_pull_fails = not pulls
+        for pull in pulls:
+            pull.broken = True
+        return len(pulls)
+
+    def taken(self, pull: WrappedPull) -> None:
+        """It is over."""
+        with self._lock:
+            self._pulls.discard(pull)
 
     def transfer(self, *, how: str, **values: Any) -> None:
         """What a `Proxy` can do (slow, hole, cut, heal), to the ports from which others pull."""
@@ -138,7 +166,7 @@ class Hooks:
 
     def clear(self) -> None:
         """Everything as it was, and what was held goes on."""
-        self._slow_s, self._lease_s, self._pulls_fail = 0.0, None, False
+        self._slow_s, self._lease_s, self._next_pull_fails = 0.0, None, False
         self.transfer(how="heal")
         self.release()
 
@@ -232,8 +260,11 @@ class Hooks:
             link._announced = proxy.address  # type: ignore[attr-defined]
 
         def pulled(link: JaxLink, address: str, *rest: Any) -> Pull:
-            self._tell(event="pull")
-            return FailedPull() if self._pulls_fail else pull(link, address, *rest)
+            wrapped = WrappedPull(pull(link, address, *rest), self)
+            with self._lock:
+                self._pulls.add(wrapped)
+                wrapped.broken, self._next_pull_fails = self._next_pull_fails, False
+            return wrapped
 
         def offered(side: OfferingSide, *args: Any) -> int | None:
             if self._lease_s is not None:
@@ -254,6 +285,9 @@ class Hooks:
         with self._lock:
             rule = self._rules.get((way, what))
             do = rule.do if rule is not None and rule.armed else ""
+            if rule is not None and do == "drop":
+                rule.armed = False
+            self._last[way, what] = deliver
         if do == "drop":
             self._tell(event="dropped", what=what, handoff=handoff)
             return

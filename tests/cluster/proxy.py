@@ -5,7 +5,8 @@
                         +-- hole: what comes waits here, in order, until `heal`
                         +-- cut: every connection is reset, and so are new ones, until `heal`
 
-A link belongs to the event loop that `start` is awaited on; everything else is called from other threads. What waits in a hole is bounded by the sockets' buffers: nobody reads it.
+A link belongs to the event loop that `start` is awaited on; everything else is called from other threads. What waits in
+a hole is bounded by the sockets' buffers: nobody reads it.
 """
 
 from __future__ import annotations

@@ -51,6 +51,13 @@ def test_a_disarmed_hold_takes_nobody(hooks: Hooks) -> None:
 def test_lost_and_doubled(hooks: Hooks) -> None:
     hooks.drop(what="Ack")
     hooks.duplicate(what="Reserve")
-    assert pass_all(hooks, Ack(1, 1), Reserve(5), Ack(2, 1)) == [Reserve(5), Reserve(5)]
+    assert pass_all(hooks, Ack(1, 1), Reserve(5), Ack(2, 1)) == [Reserve(5), Reserve(5), Ack(2, 1)]
     hooks.clear()
     assert pass_all(hooks, Ack(1, 1), Reserve(5)) == [Ack(1, 1), Reserve(5)]
+
+
+def test_the_last_message_once_more(hooks: Hooks) -> None:
+    assert not hooks.repeat(what="Ack")
+    came = pass_all(hooks, Ack(1, 1), Ack(2, 1))
+    assert hooks.repeat(what="Ack")
+    assert came == [Ack(1, 1), Ack(2, 1), Ack(2, 1)]
