@@ -83,7 +83,8 @@ class Hooks:
         self._lock = threading.RLock()
         self._rules: dict[tuple[str, str], _Rule] = {}  # by way and kind of message
         self._peers: dict[Peer, WrappedPeer] = {}
-        self._links: list[Proxy] = []
+        self._links: list[Proxy] = []  # to this process's transfer servers
+        self._noticed: set[Proxy] = set()  # that are a hole, and something fell into it
         self._thread = LoopThread()
         self._engine: Engine | None = None
         self._side: Any = None
@@ -113,10 +114,13 @@ class Hooks:
             self._rules[way, what] = _Rule(do)
 
     def disarm(self) -> None:
-        """Holds take nobody else."""
+        """Holds take nobody else, and only the holes into which something fell stay."""
         with self._lock:
             for rule in self._rules.values():
                 rule.armed = False
+        for link in self._links:
+            if link not in self._noticed:
+                link.heal()
 
     def release(self) -> None:
         """What is held goes on, in order, and nothing is held any more."""
@@ -160,13 +164,17 @@ class Hooks:
             self._pulls.discard(pull)
 
     def transfer(self, *, how: str, **values: Any) -> None:
-        """What a `Proxy` can do (slow, hole, cut, heal), to the ports from which others pull."""
-        for link in self._links:
+        """What a `Proxy` can do, to the ports from which others pull: those that are a hole for somebody, or all."""
+        with self._lock:
+            links = list(self._noticed) or self._links
+        for link in links:
             getattr(link, how)(**values)
 
     def clear(self) -> None:
         """Everything as it was, and what was held goes on."""
         self._slow_s, self._lease_s, self._next_pull_fails = 0.0, None, False
+        with self._lock:
+            self._noticed.clear()
         self.transfer(how="heal")
         self.release()
 
@@ -179,7 +187,7 @@ class Hooks:
             rooms = [r for r, idle in zip(stats.replicas, self._idle.replicas, strict=True) if r != idle]
             left.append(f"{stats.states=}, {stats.staging_bytes=}, {rooms}")
         with self._lock:
-            transports = [peer.transport for peer in self._peers.values()]
+            transports = [peer.transport for peer in self._peers.values() if not peer.transport._closing]
         for transport in transports:
             offered, pulled = transport.offering.used_bytes, transport.pulling.used_bytes
             if offered or pulled:
@@ -221,7 +229,8 @@ class Hooks:
                 time.sleep(self._slow_s)
             return forward(device, *args)
 
-        Engine.start, Engine.submit, PoolDevice.forward = started, submitted, slow  # type: ignore[method-assign]
+        _put(Engine, start=started, submit=submitted)
+        _put(PoolDevice, forward=slow)
 
     def _wrap_side(self, kind: Any) -> None:
         connected, received = kind.connected, kind.received
@@ -247,14 +256,15 @@ class Hooks:
         def reserved(side: PrefillSide, seq: Sequence, pool: Any) -> bool:
             return not self._held(QUEUED, QUEUED, seq.request_id, lambda: None) and reserve(side, seq, pool)
 
-        PrefillSide.reserve = reserved  # type: ignore[method-assign]
+        _put(PrefillSide, reserve=reserved)
 
     def _wrap_transfers(self) -> None:
         init, pull, offer = JaxLink.__init__, JaxLink.pull, OfferingSide.offer
 
         def made(link: JaxLink, *args: Any, **more: Any) -> None:
             init(link, *args, **more)
-            proxy = Proxy(link._address, noticed=lambda: self._tell(event="held", what="pull"))
+            proxy = Proxy(link._address)
+            proxy.noticed = lambda: self._fell(proxy)
             self._thread.run(proxy.start())
             self._links.append(proxy)
             link._announced = proxy.address  # type: ignore[attr-defined]
@@ -271,8 +281,13 @@ class Hooks:
                 side._limits = dataclasses.replace(side._limits, lease_s=self._lease_s)
             return offer(side, *args)
 
-        JaxLink.__init__, JaxLink.pull, OfferingSide.offer = made, pulled, offered  # type: ignore[method-assign]
-        JaxLink.address = property(lambda link: link._announced)  # type: ignore[assignment,method-assign]
+        _put(JaxLink, __init__=made, pull=pulled, address=property(lambda link: link._announced))
+        _put(OfferingSide, offer=offered)
+
+    def _fell(self, proxy: Proxy) -> None:
+        with self._lock:
+            self._noticed.add(proxy)
+        self._tell(event="held", what="pull")
 
     # messages -----------------------------------------------------------------------------------------------------
 
@@ -310,3 +325,9 @@ class Hooks:
         if first:
             self._tell(event="held", what=what, handoff=handoff)
         return True
+
+
+def _put(owner: type, **parts: Any) -> None:
+    """Takes the place of parts of a class."""
+    for name, part in parts.items():
+        setattr(owner, name, part)

@@ -67,11 +67,15 @@ class Proxy:
         self._cut = True
         self._call(self._reset)
 
+    def open(self) -> None:
+        """What waits in a hole goes on."""
+        self._call(self._open.set)
+
     def heal(self) -> None:
-        """As it was; what waits in a hole goes on."""
+        """As it was."""
         self._cut = False
         self.slow()
-        self._call(self._open.set)
+        self.open()
 
     def close(self) -> None:
         """Ends all connections and gives the port back."""

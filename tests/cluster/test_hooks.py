@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
 
-pytest.importorskip("jaxpd.remote.decode")
-
-from jaxpd.remote.messages import FirstToken, Reserve, Reserved  # noqa: E402
-from meshes.transfer.messages import Ack  # noqa: E402
-from tests.cluster.hooks import Hooks  # noqa: E402
+from jaxpd.remote.messages import FirstToken, Reserve, Reserved
+from meshes.transfer.messages import Ack
+from tests.cluster.hooks import Hooks
 
 
 @pytest.fixture
@@ -27,7 +26,7 @@ def pass_all(hooks: Hooks, *messages: Any, way: str = "in") -> list[Any]:
     """What came through, now or when it is let go later."""
     came: list[Any] = []
     for message in messages:
-        hooks.passing(way, message, lambda message=message: came.append(message))
+        hooks.passing(way, message, functools.partial(came.append, message))
     return came
 
 

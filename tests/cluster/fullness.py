@@ -1,0 +1,80 @@
+"""Decode workers without room: no slot for one more, or no page for what decodes there already."""
+
+from __future__ import annotations
+
+import time
+
+from tests.cluster.asked import Asked
+from tests.cluster.harness import Cluster, until
+from tests.cluster.reference import prompt_of
+from tests.cluster.stages import TOKENS, assert_right, cold, long_prompt
+
+SLOTS = 8  # two decode workers with four each
+PAGES = 40  # of each; four of the long answers want 56
+OCCUPANT_PROMPT, OCCUPANT_TOKENS = 16, 200
+WAITS_S = 1.5  # a request that has no room, before there is some
+
+
+def play_full(cluster: Cluster, stage: str, bystanders: list[Asked], bound_s: float) -> float:
+    """One cell of the row; the seconds from the moment when there is room to the answer."""
+    return _pages_run_out(cluster, bound_s) if stage == "decoding" else _no_slot(cluster, stage, bystanders, bound_s)
+
+
+def _no_slot(cluster: Cluster, stage: str, bystanders: list[Asked], bound_s: float) -> float:
+    """It waits, holding nothing but its place, and goes on as soon as others have left."""
+    free = SLOTS - len(bystanders)
+    if stage == "queued":
+        occupants = _occupy(cluster, free)
+        target = cluster.ask(long_prompt(), TOKENS, **cold())
+    else:
+        for worker in cluster.of("decode"):
+            worker.do("hold", what="Reserve", way="in")
+        marks = {worker: len(worker.events) for worker in cluster.of("decode")}
+        target = cluster.ask(long_prompt(), TOKENS, **cold())
+        held = {"event": "held", "what": "Reserve"}
+        until(lambda: "" if any(w.heard(marks[w], **held) for w in marks) else "nobody was asked", 60)
+        for worker in cluster.of("decode"):
+            worker.do("disarm")
+        occupants = _occupy(cluster, free)
+        for worker in cluster.of("decode"):
+            worker.do("release")
+    time.sleep(WAITS_S)
+    assert not target.ended and not target.tokens, f"there was no room for it: {target.told()}"
+    for asked in occupants:
+        asked.leave()
+    began_s = time.monotonic()
+    target.wait(bound_s)
+    assert_right(target)
+    assert target.ended_s is not None
+    return target.ended_s - began_s
+
+
+def _occupy(cluster: Cluster, count: int) -> list[Asked]:
+    occupants = [cluster.ask(occupant_prompt(), OCCUPANT_TOKENS, **cold()) for _ in range(count)]
+    for asked in occupants:
+        asked.wait_tokens(3)
+    return occupants
+
+
+def _pages_run_out(cluster: Cluster, bound_s: float) -> float:
+    """More than the pages hold decodes at once: some give way, are computed again, and nobody's tokens change."""
+    for worker in cluster.of("decode"):
+        worker.do("slow_steps", seconds=0)
+    before = _preempted(cluster)
+    began_s = time.monotonic()
+    requests = [cluster.ask(occupant_prompt(), OCCUPANT_TOKENS, **cold()) for _ in range(SLOTS)]
+    for asked in requests:
+        asked.wait(bound_s - (time.monotonic() - began_s))
+        assert_right(asked)
+    took_s = time.monotonic() - began_s
+    until(lambda: "" if _preempted(cluster) > before else "nobody had to give way", 5.0)
+    return took_s
+
+
+def _preempted(cluster: Cluster) -> int:
+    return sum(replica.preempted for info in cluster.listed() for replica in info.reading.replicas)
+
+
+def occupant_prompt() -> tuple[int, ...]:
+    """Of long answers."""
+    return prompt_of(13, OCCUPANT_PROMPT, OCCUPANT_TOKENS)
