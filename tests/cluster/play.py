@@ -14,8 +14,9 @@ import dataclasses
 import time
 
 from tests.cluster.fullness import play_full
-from tests.cluster.harness import Cluster, Worker
+from tests.cluster.harness import Cluster
 from tests.cluster.matrix import AIM_S, LEFT, STOPPED_S, Bound
+from tests.cluster.process import Worker
 from tests.cluster.stages import Scene, assert_right, cold, reach, short_prompt, start_bystanders
 from tests.cluster.strikes import LEASE_S, STRIKES, Strike
 

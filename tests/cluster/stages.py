@@ -19,7 +19,8 @@ import secrets
 from typing import Any
 
 from tests.cluster.asked import Asked
-from tests.cluster.harness import Cluster, Worker, until
+from tests.cluster.harness import Cluster, until
+from tests.cluster.process import Worker
 from tests.cluster.reference import answer_to, prompt_of
 
 PROMPT, TOKENS = 200, 24  # 7 chunks of 32

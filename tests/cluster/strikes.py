@@ -12,7 +12,8 @@ import time
 from collections.abc import Callable
 
 from jaxpd.errors import InvalidArgument
-from tests.cluster.harness import Cluster, Worker, until
+from tests.cluster.harness import Cluster, until
+from tests.cluster.process import Worker
 from tests.cluster.stages import Scene
 
 LATENCY_S, BYTES_PER_S = 0.5, 50_000.0
