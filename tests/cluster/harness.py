@@ -141,9 +141,6 @@ class Cluster:
         for process in (self.router, *self.workers.values()):
             with contextlib.suppress(ProcessLookupError):  # it has ended between two looks
                 process.kill()
-            if process.process is not None and process.process.stdin is not None:
-                with contextlib.suppress(BrokenPipeError):  # what it has not read
-                    process.process.stdin.close()
         for proxy in self._proxies:
             proxy.close()
         self._proxies.clear()

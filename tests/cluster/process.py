@@ -5,6 +5,7 @@ start -> wait_for (a line of stdout) -> kill | terminate -> start ...        sto
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import pathlib
@@ -35,6 +36,7 @@ class Process:
         self.on_line: Callable[[str], None] = lambda line: None
         self.process: subprocess.Popen[str] | None = None
         self._news = threading.Condition()
+        self._reader: threading.Thread | None = None
 
     @property
     def pid(self) -> int:
@@ -52,7 +54,7 @@ class Process:
         with self.log.open("a") as log:
             log.write(f"--- {' '.join(self.command)}\n")
             log.flush()
-            self.process = subprocess.Popen(
+            process = self.process = subprocess.Popen(
                 self.command,
                 env=os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "COLUMNS": "200"},
                 stdin=subprocess.PIPE,
@@ -61,15 +63,17 @@ class Process:
                 text=True,
                 start_new_session=True,  # Ctrl-C is ours alone
             )
-        threading.Thread(target=self._read, args=(self.process, self.lines), daemon=True).start()
+        self._reader = threading.Thread(target=self._read, args=(process, self.lines), daemon=True)
+        self._reader.start()
 
     def _read(self, process: subprocess.Popen[str], lines: list[str]) -> None:
         assert process.stdout is not None
-        for line in process.stdout:
-            with self._news:
-                lines.append(line.rstrip("\n"))
-                self._news.notify_all()
-            self.on_line(line)
+        with process.stdout:
+            for line in process.stdout:
+                with self._news:
+                    lines.append(line.rstrip("\n"))
+                    self._news.notify_all()
+                self.on_line(line)
         with self._news:
             self._news.notify_all()
 
@@ -93,7 +97,7 @@ class Process:
             assert self.process is not None
             self.process.send_signal(signal.SIGCONT)
             self.process.kill()
-            self.process.wait(30)
+        self._over(30.0)
 
     def stop(self) -> None:
         """SIGSTOP."""
@@ -107,7 +111,18 @@ class Process:
         """SIGTERM: it drains and ends; its exit status."""
         assert self.process is not None
         self.process.terminate()
-        return self.process.wait(timeout_s)
+        return self._over(timeout_s)
+
+    def _over(self, timeout_s: float) -> int:
+        """Waits for its end; nothing of it is left open."""
+        if self.process is None:
+            return 0
+        status = self.process.wait(timeout_s)
+        assert self._reader is not None and self.process.stdin is not None
+        self._reader.join(timeout_s)
+        with contextlib.suppress(BrokenPipeError):  # what it has not read
+            self.process.stdin.close()
+        return status
 
     def tail(self, lines: int = TAIL) -> str:
         """The end of its log."""
