@@ -76,6 +76,8 @@ def _strike(scene: Scene, strike: Strike, stage: str, bound: Bound) -> float:
     assert scene.target.ended_s is not None
     if bound is not LEFT:
         assert_right(scene.target)
+    if scene.p not in lost:
+        scene.p.do("transfer", how="open")  # a pull has its memory until it has settled, whoever gave it up
     return max(scene.target.ended_s - began_s, 0.0)
 
 
