@@ -33,7 +33,7 @@ from tests.cluster.proxy import Proxy
 from tests.cluster.reference import MODEL
 
 FAULTY = pathlib.Path(__file__).parent / "faulty_worker.py"
-SMALL = ("--max-model-len", 256, "--max-num-seqs", 4, "--max-num-batched-tokens", 32, "--no-precompile")
+SMALL = ("--max-model-len", 256, "--max-num-seqs", 4, "--max-num-batched-tokens", 32)
 
 
 class Cluster:
@@ -69,7 +69,8 @@ class Cluster:
         self._proxies: list[Proxy] = []
         roles = {"prefill": prefill, "decode": decode, "mixed": mixed}
         self.control = free_address()
-        more = ["--compile-cache", cache or folder / "programs", *flags]
+        self._cache = cache or folder / "programs"
+        more = ["--compile-cache", self._cache, *flags]
         for role, meshes in roles.items():
             for i, mesh in enumerate(meshes):
                 address = free_address()
@@ -77,7 +78,7 @@ class Cluster:
                 command = [sys.executable, *start, "worker", role, model, "--mesh", mesh, "--listen", address]
                 command += [*more, *(role_flags or {}).get(role, ())]
                 command += ["--router", self.control] if join else []
-                worker = Worker(f"{role[0]}{i}", role, address, command, folder)
+                worker = Worker(f"{role[0]}{i}", role, mesh, address, command, folder)
                 self.workers[worker.name] = worker
         if faulty:
             self._lay_links()
@@ -127,14 +128,23 @@ class Cluster:
 
     def start(self) -> None:
         """Everything, and waits until the router serves and every worker is ready there."""
-        for process in (self.router, *self.workers.values()):
-            process.start()
-        for worker in self.workers.values():
-            worker.ready()
+        self.router.start()
+        for wave in self._waves():
+            for worker in wave:
+                worker.start()
+            for worker in wave:
+                worker.ready()
         self.url = self.router.wait_for(r"curl (http://[^/\s]+)")[1]
         self.grpc = self.router.wait_for(r"generate --server (\S+)")[1]
         self._client = self._thread.run(_client(self.grpc))
         self.wait_ready()
+
+    def _waves(self) -> list[list[Worker]]:
+        """Where nothing is compiled yet, first one of each kind: the others find its programs."""
+        if self._cache.exists() and any(self._cache.iterdir()):
+            return [list(self.workers.values())]
+        first = {(worker.role, worker.mesh): worker for worker in reversed(self.workers.values())}
+        return [list(first.values()), [w for w in self.workers.values() if w not in first.values()]]
 
     def close(self) -> None:
         """Ends every process that this has started. Idempotent."""

@@ -133,9 +133,12 @@ class Process:
 class Worker(Process):
     """A worker. `address` is where it listens, `reached` where the router is told to reach it."""
 
-    def __init__(self, name: str, role: str, address: str, command: Sequence[object], folder: pathlib.Path) -> None:
+    def __init__(
+        self, name: str, role: str, mesh: str, address: str, command: Sequence[object], folder: pathlib.Path
+    ) -> None:
         super().__init__(name, command, folder)
         self.role = role
+        self.mesh = mesh
         self.address = address
         self.reached = address
         self.link: Proxy | None = None  # from the router
