@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from tests.cluster.fullness import OCCUPANT_TOKENS, PAGES, occupant_prompt
+from tests.cluster.fullness import PAGES
 from tests.cluster.harness import SMALL, Cluster
 from tests.cluster.reference import MODEL, answer_to
 from tests.cluster.report import machine
-from tests.cluster.stages import TOKENS, long_prompt, short_prompt
+from tests.cluster.stages import TOKENS, VERY_LONG_TOKENS, long_prompt, short_prompt, very_long_answer
 from tests.jaxpd.few_pages import kv_memory_of
 
 BUILD = pathlib.Path(__file__).parent.parent.parent / "build"
@@ -32,7 +32,8 @@ class Clusters:
         """Two prefill workers and two decode workers with few pages, and hooks in all of them."""
         if self._cluster is None:
             self._made += 1
-            for prompt, tokens in ((long_prompt(), TOKENS), (short_prompt(), 8), (occupant_prompt(), OCCUPANT_TOKENS)):
+            asked = ((long_prompt(), TOKENS), (short_prompt(), 8), (very_long_answer(), VERY_LONG_TOKENS))
+            for prompt, tokens in asked:
                 answer_to(prompt, tokens)  # seconds of the oracle, which requests that are on their way do not have
             kv_memory = kv_memory_of(PAGES, MODEL, role="decode", mesh="1x1", max_model_len=256)
             cluster = Cluster(

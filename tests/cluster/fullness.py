@@ -6,12 +6,10 @@ import time
 
 from tests.cluster.asked import Asked
 from tests.cluster.harness import Cluster, until
-from tests.cluster.reference import prompt_of
-from tests.cluster.stages import TOKENS, assert_right, cold, long_prompt
+from tests.cluster.stages import TOKENS, VERY_LONG_TOKENS, assert_right, cold, long_prompt, very_long_answer
 
 SLOTS = 8  # two decode workers with four each
 PAGES = 40  # of each; four of the long answers want 56
-OCCUPANT_PROMPT, OCCUPANT_TOKENS = 16, 200
 WAITS_S = 1.5  # a request that has no room, before there is some
 
 
@@ -50,7 +48,7 @@ def _no_slot(cluster: Cluster, stage: str, bystanders: list[Asked], bound_s: flo
 
 
 def _occupy(cluster: Cluster, count: int) -> list[Asked]:
-    occupants = [cluster.ask(occupant_prompt(), OCCUPANT_TOKENS, **cold()) for _ in range(count)]
+    occupants = [cluster.ask(very_long_answer(), VERY_LONG_TOKENS, **cold()) for _ in range(count)]
     for asked in occupants:
         asked.wait_tokens(3)
     return occupants
@@ -62,7 +60,7 @@ def _pages_run_out(cluster: Cluster, bound_s: float) -> float:
         worker.do("slow_steps", seconds=0)
     before = _preempted(cluster)
     began_s = time.monotonic()
-    requests = [cluster.ask(occupant_prompt(), OCCUPANT_TOKENS, **cold()) for _ in range(SLOTS)]
+    requests = [cluster.ask(very_long_answer(), VERY_LONG_TOKENS, **cold()) for _ in range(SLOTS)]
     for asked in requests:
         asked.wait(bound_s - (time.monotonic() - began_s))
         assert_right(asked)
@@ -73,8 +71,3 @@ def _pages_run_out(cluster: Cluster, bound_s: float) -> float:
 
 def _preempted(cluster: Cluster) -> int:
     return sum(replica.preempted for info in cluster.listed() for replica in info.reading.replicas)
-
-
-def occupant_prompt() -> tuple[int, ...]:
-    """Of long answers."""
-    return prompt_of(13, OCCUPANT_PROMPT, OCCUPANT_TOKENS)

@@ -15,6 +15,7 @@ from __future__ import annotations
 import dataclasses
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -28,7 +29,7 @@ from jaxpd.remote.messages import Message, Peer
 from jaxpd.remote.prefill import PrefillSide
 from jaxpd.sequence import Sequence
 from meshes.transfer.link import JaxLink, Pull
-from meshes.transfer.offering import OfferingSide
+from meshes.transfer.offering import OfferingSide, OfferLimits
 from tests.cluster.loop import LoopThread
 from tests.cluster.proxy import Proxy
 
@@ -85,6 +86,7 @@ class Hooks:
         self._peers: dict[Peer, WrappedPeer] = {}
         self._links: list[Proxy] = []  # to this process's transfer servers
         self._noticed: set[Proxy] = set()  # that are a hole, and something fell into it
+        self._hole = False  # so are those to come
         self._thread = LoopThread()
         self._engine: Engine | None = None
         self._side: Any = None
@@ -118,6 +120,7 @@ class Hooks:
         with self._lock:
             for rule in self._rules.values():
                 rule.armed = False
+        self._hole = False
         for link in self._links:
             if link not in self._noticed:
                 link.heal()
@@ -165,6 +168,7 @@ class Hooks:
 
     def transfer(self, *, how: str, **values: Any) -> None:
         """What a `Proxy` can do, to the ports from which others pull: those that are a hole for somebody, or all."""
+        self._hole = how == "hole"
         with self._lock:
             links = list(self._noticed) or self._links
         for link in links:
@@ -260,12 +264,15 @@ class Hooks:
 
     def _wrap_transfers(self) -> None:
         init, pull, offer = JaxLink.__init__, JaxLink.pull, OfferingSide.offer
+        usual: weakref.WeakKeyDictionary[OfferingSide, OfferLimits] = weakref.WeakKeyDictionary()
 
         def made(link: JaxLink, *args: Any, **more: Any) -> None:
             init(link, *args, **more)
             proxy = Proxy(link._address)
             proxy.noticed = lambda: self._fell(proxy)
             self._thread.run(proxy.start())
+            if self._hole:
+                proxy.hole()
             self._links.append(proxy)
             link._announced = proxy.address  # type: ignore[attr-defined]
 
@@ -277,8 +284,8 @@ class Hooks:
             return wrapped
 
         def offered(side: OfferingSide, *args: Any) -> int | None:
-            if self._lease_s is not None:
-                side._limits = dataclasses.replace(side._limits, lease_s=self._lease_s)
+            limits = usual.setdefault(side, side._limits)
+            side._limits = dataclasses.replace(limits, lease_s=self._lease_s or limits.lease_s)
             return offer(side, *args)
 
         _put(JaxLink, __init__=made, pull=pulled, address=property(lambda link: link._announced))

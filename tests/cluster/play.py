@@ -38,7 +38,7 @@ class Played:
 def play(cluster: Cluster, fault: str, stage: str, bound: Bound) -> Played:
     """Raises AssertionError where the cell is not as it must be. The cluster is whole afterwards, or of no use."""
     _whole(cluster)
-    bystanders = start_bystanders(cluster)
+    bystanders = start_bystanders(cluster, long=fault == "D full" and stage != "decoding")
     if fault == "D full":
         answer_s = play_full(cluster, stage, bystanders, bound.seconds)
         lost: list[Worker] = []

@@ -136,6 +136,7 @@ class Proxy:
                         told = True
                         self.noticed()
                     await self._open.wait()
+                    told = False
                 delay_s = self.latency_s + len(data) / self.bytes_per_s
                 if delay_s > 0:
                     await asyncio.sleep(delay_s)

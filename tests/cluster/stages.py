@@ -25,6 +25,7 @@ from tests.cluster.reference import answer_to, prompt_of
 
 PROMPT, TOKENS = 200, 24  # 7 chunks of 32
 BYSTANDER_PROMPT, BYSTANDER_TOKENS = 20, 40
+VERY_LONG_PROMPT, VERY_LONG_TOKENS = 16, 200
 REACH_S = 60.0  # the machine may be busy, and programs are compiled when they are first used
 CHUNK_S, TOKEN_S = 0.3, 0.1  # steps that are slow
 
@@ -63,11 +64,17 @@ def short_prompt() -> tuple[int, ...]:
     return prompt_of(12, BYSTANDER_PROMPT, BYSTANDER_TOKENS)
 
 
-def start_bystanders(cluster: Cluster, count: int = 2) -> list[Asked]:
-    """Requests that decode, slowly."""
+def very_long_answer() -> tuple[int, ...]:
+    """A prompt of those that keep a worker busy."""
+    return prompt_of(13, VERY_LONG_PROMPT, VERY_LONG_TOKENS)
+
+
+def start_bystanders(cluster: Cluster, *, long: bool = False) -> list[Asked]:
+    """Requests that decode, slowly; for 4 s or, if `long`, for 20."""
     for worker in cluster.of("decode"):
         worker.do("slow_steps", seconds=TOKEN_S)
-    bystanders = [cluster.ask(short_prompt(), BYSTANDER_TOKENS, **cold()) for _ in range(count)]
+    prompt, tokens = (very_long_answer(), VERY_LONG_TOKENS) if long else (short_prompt(), BYSTANDER_TOKENS)
+    bystanders = [cluster.ask(prompt, tokens, **cold()) for _ in range(2)]
     for asked in bystanders:
         asked.wait_tokens(3, REACH_S)
     return bystanders
