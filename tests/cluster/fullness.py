@@ -6,7 +6,8 @@ import time
 
 from tests.cluster.asked import Asked
 from tests.cluster.harness import Cluster, until
-from tests.cluster.stages import TOKENS, VERY_LONG_TOKENS, assert_right, cold, long_prompt, very_long_answer
+from tests.cluster.process import Worker
+from tests.cluster.stages import REACH_S, TOKENS, VERY_LONG_TOKENS, assert_right, cold, long_prompt, very_long_answer
 
 SLOTS = 8  # two decode workers with four each
 PAGES = 40  # of each; four of the long answers want 56
@@ -20,22 +21,13 @@ def play_full(cluster: Cluster, stage: str, bystanders: list[Asked], bound_s: fl
 
 def _no_slot(cluster: Cluster, stage: str, bystanders: list[Asked], bound_s: float) -> float:
     """It waits, holding nothing but its place, and goes on as soon as others have left."""
-    free = SLOTS - len(bystanders)
     if stage == "queued":
-        occupants = _occupy(cluster, free)
+        occupants = [_occupant(cluster) for _ in range(SLOTS - len(bystanders))]
+        for asked in occupants:
+            asked.wait_tokens(3)
         target = cluster.ask(long_prompt(), TOKENS, **cold())
     else:
-        for worker in cluster.of("decode"):
-            worker.do("hold", what="Reserve", way="in")
-        marks = {worker: len(worker.events) for worker in cluster.of("decode")}
-        target = cluster.ask(long_prompt(), TOKENS, **cold())
-        held = {"event": "held", "what": "Reserve"}
-        until(lambda: "" if any(w.heard(marks[w], **held) for w in marks) else "nobody was asked", 60)
-        for worker in cluster.of("decode"):
-            worker.do("disarm")
-        occupants = _occupy(cluster, free)
-        for worker in cluster.of("decode"):
-            worker.do("release")
+        target, occupants = _full_meanwhile(cluster)
     time.sleep(WAITS_S)
     assert not target.ended and not target.tokens, f"there was no room for it: {target.told()}"
     for asked in occupants:
@@ -47,11 +39,38 @@ def _no_slot(cluster: Cluster, stage: str, bystanders: list[Asked], bound_s: flo
     return target.ended_s - began_s
 
 
-def _occupy(cluster: Cluster, count: int) -> list[Asked]:
-    occupants = [cluster.ask(very_long_answer(), VERY_LONG_TOKENS, **cold()) for _ in range(count)]
-    for asked in occupants:
-        asked.wait_tokens(3)
-    return occupants
+def _full_meanwhile(cluster: Cluster) -> tuple[Asked, list[Asked]]:
+    """A request that asks for pages just when the last slot has been taken, and those who have taken it."""
+    decode = cluster.of("decode")
+    marks = {worker: len(worker.events) for worker in decode}
+    for worker in decode:
+        worker.do("hold", what="Reserve", way="in")
+    target = cluster.ask(long_prompt(), TOKENS, **cold())
+
+    def asked() -> list[Worker]:
+        return [worker for worker in decode if worker.heard(marks[worker], event="held", what="Reserve")]
+
+    until(lambda: "" if asked() else "nobody was asked", REACH_S)
+    [d] = asked()
+    others = [worker for worker in decode if worker is not d]
+    for worker in decode:
+        worker.do("disarm")
+    for worker in others:
+        cluster.drain(worker)
+    occupants = [_occupant(cluster) for _ in range(SLOTS // len(decode))]
+
+    def free_slots() -> int:
+        return sum(replica.free_slots for replica in cluster.reading(d).replicas)
+
+    until(lambda: "" if free_slots() == 0 else f"{free_slots()} slots are free", REACH_S)
+    for worker in others:
+        cluster.drain(worker, False)
+    d.do("release")
+    return target, occupants
+
+
+def _occupant(cluster: Cluster) -> Asked:
+    return cluster.ask(very_long_answer(), VERY_LONG_TOKENS, **cold())
 
 
 def _pages_run_out(cluster: Cluster, bound_s: float) -> float:
@@ -60,7 +79,7 @@ def _pages_run_out(cluster: Cluster, bound_s: float) -> float:
         worker.do("slow_steps", seconds=0)
     before = _preempted(cluster)
     began_s = time.monotonic()
-    requests = [cluster.ask(very_long_answer(), VERY_LONG_TOKENS, **cold()) for _ in range(SLOTS)]
+    requests = [_occupant(cluster) for _ in range(SLOTS)]
     for asked in requests:
         asked.wait(bound_s - (time.monotonic() - began_s))
         assert_right(asked)
