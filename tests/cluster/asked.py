@@ -25,6 +25,8 @@ class Asked:
     prompt: tuple[int, ...]
     max_tokens: int
     options: dict[str, Any]
+    leaves_at: int | None = None  # the client goes away with so many tokens
+    left: bool = False
     tokens: list[int] = dataclasses.field(default_factory=list)
     logprobs: list[TokenLogprobs] = dataclasses.field(default_factory=list)
     finished: Finished | None = None
@@ -51,7 +53,10 @@ class Asked:
                             self.tokens += message.token_ids
                             self.logprobs += message.logprobs or ()
                             self._news.notify_all()
-                    elif isinstance(message, Finished):
+                    if self.leaves_at is not None and len(self.tokens) >= self.leaves_at and not self.finished:
+                        self.left = True
+                        return
+                    if isinstance(message, Finished):
                         self.finished = message
                         self.error = message.error
         except JaxpdError as error:

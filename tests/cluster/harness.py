@@ -175,10 +175,13 @@ class Cluster:
 
     # clients ------------------------------------------------------------------------------------------------------
 
-    def ask(self, prompt: Sequence[int], max_tokens: int, **options: Any) -> Asked:
-        """Sends a request to the router, greedy with EOS ignored unless told otherwise, and does not wait for it."""
+    def ask(self, prompt: Sequence[int], max_tokens: int, *, leaves_at: int | None = None, **options: Any) -> Asked:
+        """Sends a request to the router, greedy with EOS ignored unless told otherwise, and does not wait for it.
+
+        `leaves_at`: the client goes away when it has so many tokens.
+        """
         assert self._client is not None
-        asked = Asked(tuple(prompt), max_tokens, options)
+        asked = Asked(tuple(prompt), max_tokens, options, leaves_at)
         asked.task = self._thread.start(asked.run(self._client))
         return asked
 

@@ -40,14 +40,14 @@ class Sent:
     asked: Asked
     prompt: list[int]
     options: dict[str, Any] | None  # None: greedy, of `prompt_of`
-    leaves_at: int | None  # tokens after which the client goes away
     began_s: float
 
 
 class Soak:
     """Sends, judges and kills; everything but the restart of a worker in the test's own thread."""
 
-    def __init__(self, cluster: Cluster, seed: int) -> None:
+    def __init__(self, cluster: Cluster, seed: int, kill_every: int = KILL_EVERY) -> None:
+        self._kill_every = kill_every
         self._cluster = cluster
         self._random = random.Random(seed)
         self._restart: threading.Thread | None = None
@@ -62,7 +62,7 @@ class Soak:
             while len(live) >= AT_ONCE:
                 live = self._look(live)
             live.append(self._send(number))
-            if number % KILL_EVERY == 0:
+            if number % self._kill_every == 0:
                 self._kill_one()
             if time.monotonic() - told_s > 15:
                 told_s = time.monotonic()
@@ -83,9 +83,10 @@ class Soak:
             length, tokens = (24, 24) if which % 4 else (150, 12)
             prompt, more = list(prompt_of(which, length, tokens)), {"seed": number}
         more["cache_salt"] = draw.choice(("", "", secrets.token_hex(4)))
-        leaves_at = draw.randrange(tokens + 1) if draw.random() < LEAVE else None
-        asked = self._cluster.ask(prompt, tokens, request_id=f"soak-{number}", **more)
-        return Sent(asked, prompt, options, leaves_at, time.monotonic())
+        leaves_at = draw.randrange(tokens) if draw.random() < LEAVE else None
+        began_s = time.monotonic()
+        asked = self._cluster.ask(prompt, tokens, leaves_at=leaves_at, request_id=f"soak-{number}", **more)
+        return Sent(asked, prompt, options, began_s)
 
     def _look(self, live: list[Sent]) -> list[Sent]:
         """Waits a moment, and judges those that have ended."""
@@ -93,11 +94,7 @@ class Soak:
         left = []
         for sent in live:
             asked = sent.asked
-            if not asked.ended and sent.leaves_at is not None and len(asked.tokens) >= sent.leaves_at:
-                asked.leave()
-                self.counts["left"] += 1
-                sent.leaves_at = None
-            elif not asked.ended:
+            if not asked.ended:
                 assert time.monotonic() - sent.began_s < 60, f"no answer in 60 s: {asked.options}: {asked.told()}"
                 left.append(sent)
             else:
@@ -107,6 +104,11 @@ class Soak:
     def _judge(self, sent: Sent) -> None:
         asked = sent.asked
         asked.wait()
+        assert asked.ended_s is not None
+        if asked.left:
+            self.counts["left"] += 1
+            return
+        self.seconds.append(asked.ended_s - sent.began_s)
         if asked.error is not None:
             assert asked.error.code in ("UNAVAILABLE", "RESOURCE_EXHAUSTED", "INTERNAL"), asked.told()
             self.counts[f"error {asked.error.code}"] += 1
@@ -118,7 +120,6 @@ class Soak:
             answer = types.SimpleNamespace(token_ids=asked.tokens, logprobs=asked.logprobs)
             random_requests.check(sent.prompt, sent.options, answer)
             self.counts["sampled"] += 1
-        self.seconds.append(time.monotonic() - sent.began_s)
 
     def _kill_one(self) -> None:
         """Any worker, when the one before is back; it comes back by itself."""
@@ -143,12 +144,12 @@ class Soak:
         assert self._restart_error is None, self._restart_error
 
 
-def soak(folder: pathlib.Path, count: int, seed: int) -> dict[str, Any]:
+def soak(folder: pathlib.Path, count: int, seed: int, kill_every: int = KILL_EVERY) -> dict[str, Any]:
     """Figures of a run. Raises AssertionError for any answer that is wrong, or anything that is left in use."""
     flags = (*SMALL, "--max-queued-requests", 64)
     with Cluster(folder, prefill=["2x1", "1x1"], decode=["1x1", "1x2"], flags=flags, join=True) as cluster:
         began_s = time.monotonic()
-        soaked = Soak(cluster, seed)
+        soaked = Soak(cluster, seed, kill_every)
         soaked.run(count)
         took_s = time.monotonic() - began_s
         baseline_s = cluster.baseline(30.0)

@@ -94,7 +94,7 @@ def test_smollm2_135m(pair: str, tmp_path: pathlib.Path) -> None:
 @pytest.mark.timeout(400)
 def test_five_processes(tmp_path: pathlib.Path) -> None:
     """The workers come to the router; warm on the decode worker alone, and 200 requests at once."""
-    flags = (*SMALL, "--max-queued-requests", 256)
+    flags = (*SMALL, "--max-queued-requests", 256, "--no-precompile")
     with Cluster(tmp_path, prefill=["2x1", "1x2"], decode=["1x1", "1x2"], flags=flags, join=True) as cluster:
         warm_on_the_decode_worker_alone(cluster)
         many_at_once(cluster, 200)
@@ -126,7 +126,7 @@ def warm_on_the_decode_worker_alone(cluster: Cluster) -> None:
     cluster.drain(p1, False)
     cluster.drain(p0)
     had, rest = ask("a")  # by a prefill worker that has never seen it
-    assert had == 0 and 0 < rest <= whole // 4
+    assert had == 0 and 0 < rest <= whole // 2  # one page of eight; four are the least that cross
     cluster.drain(p0, False)
     cluster.drain(d1, False)
     cluster.wait_ready()
