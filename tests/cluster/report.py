@@ -9,7 +9,7 @@ import platform
 import sys
 from typing import Any
 
-from tests.cluster.matrix import CELLS, FAULTS, STAGES, Bound, Cell, Senseless, playable
+from tests.cluster.matrix import CELLS, FAULTS, LEFT, STAGES, Bound, Cell, Senseless, playable
 
 PAGE = pathlib.Path(__file__).parent.parent.parent / "docs" / "failures.md"
 HEAD = """# What happens when something fails
@@ -21,7 +21,8 @@ tiny model of the tests. A request is held in a stage, with two others beside it
 cell:
 
 - the client has its answer within the bound, counted from the fault;
-- pages, slots and staging of the workers that are left are back to what they were before;
+- pages, slots and staging of the workers that are left are back to what they were before, within the same bound from
+  the moment when the others have ended too;
 - the tokens of the other requests are the oracle's, also where their worker was killed;
 - the next request is served while the fault is still there.
 
@@ -52,6 +53,7 @@ def page(result: dict[str, Any]) -> str:
     played = {(cell["fault"], cell["stage"]): cell for cell in result["cells"]}
     reasons: list[str] = []
     lines = [HEAD, "## Seconds from the fault to the answer", ""]
+    lines += ["(Where the client has left: until nothing is in use. Where there was no room: from when there is.)", ""]
     lines += ["| | " + " | ".join(STAGES) + " |", "|---|" + "---|" * len(STAGES)]
     for fault, row in CELLS.items():
         cells = [_shown(cell, played.get((fault, stage)), reasons) for stage, cell in row.items()]
@@ -60,8 +62,9 @@ def page(result: dict[str, Any]) -> str:
     lines += ["", f"{len(good)} of {len(playable())} cells passed, {_span(result['seconds'])} in all."]
     if good:
         lines += [
-            f"Slowest: {_slowest(good, 'answer_s')} to an answer, {_slowest(good, 'baseline_s')} to nothing in use, "
-            f"{_slowest(good, 'next_s')} to an answer to the next request.",
+            f"Slowest: {_slowest(good, 'answer_s')} to an answer,",
+            f"{_slowest(good, 'baseline_s')} to nothing in use,",
+            f"{_slowest(good, 'next_s')} to the answer to the next request.",
         ]
     lines += ["", f"`make failures` on {result['machine']}.", ""]
     lines += ["Cells that make no sense:", "", *(f"{i}. {reason}." for i, reason in enumerate(reasons, 1)), ""]
@@ -69,7 +72,8 @@ def page(result: dict[str, Any]) -> str:
     lines += ["## Faults", ""]
     for fault, text in FAULTS.items():
         answers = {_answer(cell): None for cell in CELLS[fault].values() if isinstance(cell, Bound)}
-        lines.append(f"- **{fault}**: {text}. The client gets {'; or '.join(answers)}.")
+        lines.append(f"- **{fault}**: {text}.")
+        lines.append(f"  The client gets {'; or '.join(answers)}.")
     return "\n".join(lines) + "\n"
 
 
@@ -84,7 +88,8 @@ def _shown(cell: Cell, played: dict[str, Any] | None, reasons: list[str]) -> str
         return f"({reasons.index(cell.reason) + 1})"
     if played is None:
         return "not run"
-    return f"{played['answer_s']:.1f}" if played["outcome"] == "passed" else "**failed**"
+    shown = "baseline_s" if cell is LEFT else "answer_s"
+    return f"{played[shown]:.1f}" if played["outcome"] == "passed" else "**failed**"
 
 
 def _slowest(cells: list[dict[str, Any]], what: str) -> str:

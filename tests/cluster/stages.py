@@ -4,7 +4,7 @@
     hand-shake           Reserve went out; the answer is held on its way in
     prefill chunk k      steps of the prefill worker are slow; its first pages were offered
     transfer             the port that pages are pulled from is a hole; the first token is with the client
-    before first decode  FirstToken is held on its way in; nothing is offered any more
+    before first decode  FirstToken is held on its way out; nothing is offered any more
     decoding             steps of the decode worker are slow; tokens of it are with the client
 
 Any worker may be chosen for a request, so all of a role are prepared, and those that were not chosen are disarmed as
@@ -89,9 +89,6 @@ def reach(cluster: Cluster, stage: str, bystanders: list[Asked], *, acks: bool =
     marks = {worker.name: len(worker.events) for worker in cluster.workers.values()}
     for worker in prefill:
         _arm_prefill(worker, stage)
-    if stage == "before first decode":
-        for worker in decode:
-            worker.do("hold", what="FirstToken", way="in")
     target = cluster.ask(long_prompt(), TOKENS, **cold())
     p, submitted = _who(target, prefill, marks, leg="PrefillLeg")
     [handoff] = submitted["handoffs"]
@@ -113,7 +110,7 @@ def reach(cluster: Cluster, stage: str, bystanders: list[Asked], *, acks: bool =
             hears(p, event="held", what="pull")
         case "before first decode":
             target.wait_tokens(1, REACH_S)
-            hears(d, event="held", what="FirstToken", handoff=handoff)
+            hears(p, event="held", what="FirstToken", handoff=handoff)
             if acks:
                 until(lambda: p.do("in_use"), REACH_S)
         case "decoding":
@@ -136,6 +133,8 @@ def _arm_prefill(worker: Worker, stage: str) -> None:
             worker.do("slow_steps", seconds=CHUNK_S)
         case "transfer":
             worker.do("transfer", how="hole")
+        case "before first decode":
+            worker.do("hold", what="FirstToken", way="out")
 
 
 def _who(target: Asked, workers: list[Worker], marks: dict[str, int], **values: Any) -> tuple[Worker, dict[str, Any]]:
