@@ -179,7 +179,8 @@ def test_messages_that_come_twice_change_nothing(kind: type, pair: Pair) -> None
 
 
 def test_a_lost_ack_is_ended_by_the_lease(pairs: Callable[..., Pair]) -> None:
-    pair = pairs("2x1", "1x2", lease_s=1.0)
+    pair = pairs("2x1", "1x2", lease_s=3.0)
+    pair.generate("compiles", [10, *LONG], max_tokens=4)
     lost = hold(pair.to_prefill, Ack)
     assert len(pair.generate("ack lost", [11, *LONG], max_tokens=4)) == 4  # the answer does not wait for it
     assert lost and pair.prefill.stats().staging_bytes > 0
@@ -190,7 +191,7 @@ def test_a_lost_ack_is_ended_by_the_lease(pairs: Callable[..., Pair]) -> None:
 
 
 def test_an_offer_that_nobody_takes_ends_with_its_lease(pairs: Callable[..., Pair]) -> None:
-    pair = pairs("2x1", "1x2", lease_s=1.0)
+    pair = pairs("2x1", "1x2", lease_s=3.0)
     lost = hold(pair.to_decode, Piece)
     pair.submit("never pulled", [12, *LONG], max_tokens=4)
     until(lambda: lost)
