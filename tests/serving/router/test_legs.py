@@ -322,3 +322,13 @@ def walk(draw: random.Random) -> None:
         assert open_ == set(legs.attempts)
     take(legs.abort(None, now_s=1.0))
     assert ended == [1] * n and legs.done and not legs.attempts and not open_
+
+
+def test_what_is_handed_over_is_the_decode_worker_s_affair() -> None:
+    legs = legs_of()
+    begun(legs)
+    legs.heard(P, tokens(0, 7), now_s=1.0)
+    legs.heard(P, handed(), now_s=1.0)
+    for word in (handed(), failed(Internal("too late")), end(FinishReason.LENGTH), end(FinishReason.ABORT)):
+        assert legs.heard(P, word, now_s=2.0) == []
+    assert legs.lost(P, "killed", now_s=2.0) == [] and set(legs.attempts) == {"r.1"}
