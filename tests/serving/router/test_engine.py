@@ -434,7 +434,8 @@ def test_workers_that_keep_dying_under_load(cluster: Cluster, worker_script: Mod
                 stop.set()
 
             killing = asyncio.create_task(kill())
-            requests, refused = [], 0
+            requests: list[Any] = []
+            refused = 0
             while not stop.is_set():
                 try:
                     requests.append(router.submit(max_tokens=40, n=1 + len(requests) % 2))
