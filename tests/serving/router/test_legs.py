@@ -169,6 +169,14 @@ def test_whom_a_failure_is_about(who: str, error: JaxpdError, blamed: tuple[Leg,
     assert legs.heard(P, tokens(0, 7), now_s=3.0) == [], "an attempt that is over is not listened to"
 
 
+@pytest.mark.parametrize(("asked", "comes"), [(0, ()), (None, None)])
+def test_a_prompt_of_one_token_has_no_scores_and_says_so(asked: int | None, comes: tuple[()] | None) -> None:
+    legs = legs_of(prompt_logprobs=asked)
+    begun(legs)
+    [first, *_] = [e.event for e in legs.heard(P, tokens(0, 7), now_s=12.0) if isinstance(e, Deliver)]
+    assert isinstance(first, TokensEvent) and first.prompt_logprobs == comes
+
+
 def test_all_samples_begin_again_together_while_none_has_a_token() -> None:
     legs = legs_of(n=3, prompt_logprobs=1)
     begun(legs)
