@@ -53,7 +53,7 @@ def show_events(status: Status, after: int) -> int:
 
 
 def banner(status: Status, ready_s: float, folder: pathlib.Path | None, *, more: str) -> list[str]:
-    """What a person sees when the cluster is ready; `more` are the flags that name it. The last lines are to be typed."""
+    """What a person sees when the cluster is ready; `more` are the flags that name it in the lines to be typed."""
     wanted = ", ".join(f"{count} {role}" for role, count in status.wanted.items() if count)
     places = [f"HTTP on {status.http}"] if status.http else []
     places += [f"gRPC on {status.grpc}"] if status.grpc else []

@@ -98,13 +98,14 @@ class Owned:
                 self._process.send_signal(number)
 
     def _read(self, pipe: IO[str], stdout: bool) -> None:
-        for line in pipe:
-            with self._lock:
-                self._last.append(line.rstrip())
-                if stdout:
-                    self._seen = _after(self._seen, line)
-            self._log.write(line)
-            self._log.flush()
+        with pipe:
+            for line in pipe:
+                with self._lock:
+                    self._last.append(line.rstrip())
+                    if stdout:
+                        self._seen = _after(self._seen, line)
+                self._log.write(line)
+                self._log.flush()
 
     def _wait(self) -> None:
         code = self._process.wait()
