@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 import typer.core
 
-from jaxpd.cli import bench, convert, env, generate, serve, up
+from jaxpd.cli import bench, convert, env, generate, router, serve, up, workers
 from jaxpd.errors import JaxpdError
 from jaxpd.version import __version__
 
@@ -82,6 +82,8 @@ def _jaxpd(
 
 
 app.command("serve")(serve.serve)
+app.command("router")(router.router)
+app.command("workers")(workers.workers)
 app.command("up")(up.up)
 app.command("down")(up.down)
 app.command("generate")(generate.generate)

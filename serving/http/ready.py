@@ -19,5 +19,7 @@ class Ready:
         """Raises Unavailable unless requests are taken."""
         if self.gateway.state is State.DRAINING:
             raise Unavailable("the server is shutting down and takes no new requests; ask another one")
+        if not self.ready and self.gateway.state is State.READY:
+            raise Unavailable("the server has no workers to serve with just now; ask again in a moment")
         if not self.ready or self.gateway.state is State.STARTING:
             raise Unavailable("the server is starting (loading weights, compiling); ask again in a moment")
