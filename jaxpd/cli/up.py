@@ -213,7 +213,7 @@ def _up_here(spec: ClusterSpec) -> None:
         signal.signal(number, lambda *_: asked.set())
     secret = local.new_secret()
     launcher = local.LocalLauncher(folder, spec, secret=secret)
-    calls = GrpcRouterCalls(secret)
+    calls = GrpcRouterCalls(spec, secret)
     controller = Controller(spec, launcher, calls, secret=secret)
     control = ControlSocket(folder, controller)
     started_s, served, last = time.monotonic(), False, 0

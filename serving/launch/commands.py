@@ -6,7 +6,7 @@ import dataclasses
 import socket
 import sys
 
-from serving.launch.spec import ROUTER, ClusterSpec
+from serving.launch.spec import MIXED, ROUTER, ClusterSpec
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -26,13 +26,16 @@ class Launch:
 def arguments(launch: Launch, *, host: str, port: int, secret_file: str) -> list[str]:
     """What follows `jaxpd`. Each worker listens on ports of `host` that it finds free."""
     spec = launch.spec
+    files = {"certfile": spec.ssl_certfile, "keyfile": spec.ssl_keyfile, "ca-certs": spec.ssl_ca_certs}
+    tls = [word for name, path in files.items() if path is not None for word in (f"--ssl-{name}", path)]
     if launch.role == ROUTER:
         router = spec.router
         ports = ["--host", router.host, "--port", str(router.port), "--grpc-port", str(router.grpc_port)]
         listen = ["--listen", joined(host, port)]
-        return ["router", *listen, *ports, "--cluster-secret-file", secret_file, *router.flags]
+        return ["router", *listen, *ports, "--cluster-secret-file", secret_file, *tls, *router.flags]
     role = spec.role(launch.role)
     assert launch.router is not None
+    mode = ("--mode", "chunked") if launch.role == MIXED else ()  # a flag of the spec goes before it
     return [
         "worker",
         launch.role,
@@ -41,11 +44,12 @@ def arguments(launch: Launch, *, host: str, port: int, secret_file: str) -> list
         role.mesh,
         "--listen",
         joined(host, 0),
-        *(() if launch.role == "mixed" else ("--transfer-listen", joined(host, 0))),
         "--router",
         launch.router,
         "--cluster-secret-file",
         secret_file,
+        *tls,
+        *mode,
         *role.flags,
     ]
 

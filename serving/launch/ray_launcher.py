@@ -265,7 +265,11 @@ class Keeper:
         counts = self._launcher.memo[1]
         ending = not any(counts.values())
         self._controller = Controller(
-            spec if ending else spec.scaled(counts), self._launcher, GrpcRouterCalls(secret), secret=secret, found=found
+            spec if ending else spec.scaled(counts),
+            self._launcher,
+            GrpcRouterCalls(spec, secret),
+            secret=secret,
+            found=found,
         )
         if ending:
             self._controller.end()

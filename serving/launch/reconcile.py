@@ -288,6 +288,8 @@ def _overdue(spec: ClusterSpec, units: Sequence[Unit], now_s: float) -> list[Act
         elif unit.phase is Phase.STOPPING and age_s >= STOP_GRACE_S:
             actions.append(Kill(unit=unit.name, why=f"still there {STOP_GRACE_S:g} s after SIGTERM"))
         elif unit.phase is Phase.STARTING and unit.seen.running and age_s >= spec.start_timeout_s:
+            if unit.role == ROUTER:
+                continue  # it waits for workers, not for itself
             actions.append(Kill(unit=unit.name, why=f"not ready after {spec.start_timeout_s:g} s"))
         elif unit.phase is Phase.READY and now_s - unit.heard_s >= SILENCE_S:
             actions.append(Kill(unit=unit.name, why=f"the router has not heard of it for {SILENCE_S:g} s"))

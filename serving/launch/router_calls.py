@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Protocol
+from typing import Any, Protocol
 
 import grpc
 
 from jaxpd.errors import Unavailable
+from serving.channel import Way
+from serving.cluster import Cluster
 from serving.launch.reconcile import AtRouter
+from serving.launch.spec import ClusterSpec
 from serving.proto.jaxpd.v1 import worker_pb2, worker_pb2_grpc
 
 CALL_S = 2.0
@@ -27,18 +30,21 @@ class RouterCalls(Protocol):
 
 
 class GrpcRouterCalls:
-    """Over gRPC, a channel an address. `credentials` where the control plane speaks TLS."""
+    """Over gRPC, a channel an address."""
 
-    def __init__(self, secret: str, credentials: grpc.ChannelCredentials | None = None) -> None:
-        self._metadata = (("x-jaxpd-cluster", secret),)
-        self._credentials = credentials
-        self._channels: dict[str, grpc.Channel] = {}
+    def __init__(self, spec: ClusterSpec, secret: str) -> None:
+        self._cluster = Cluster(secret=secret)
+        self._files: dict[str, Any] = {
+            "certfile": spec.ssl_certfile,
+            "keyfile": spec.ssl_keyfile,
+            "ca_certs": spec.ssl_ca_certs,
+        }
+        self._channel: tuple[str, grpc.Channel] | None = None
 
     def workers(self, address: str) -> Mapping[str, AtRouter]:
         """See `RouterCalls`. Of several incarnations at one address the last one that is not gone counts."""
-        reply = self._call(address, "ListWorkers", worker_pb2.ListWorkersRequest())
         found: dict[str, AtRouter] = {}
-        for info in reply.workers:
+        for info in self._call(address, "ListWorkers", worker_pb2.ListWorkersRequest()).workers:
             known = found.get(info.address)
             if known is None or known.state == "gone":
                 found[info.address] = AtRouter(state=info.state, idle=_idle(info))
@@ -49,25 +55,19 @@ class GrpcRouterCalls:
         self._call(address, "DrainWorker", worker_pb2.DrainWorkerRequest(worker=worker, draining=draining))
 
     def close(self) -> None:
-        """Ends the connections."""
-        for channel in self._channels.values():
-            channel.close()
+        """Ends the connection."""
+        if self._channel is not None:
+            self._channel[1].close()
 
-    def _call(self, address: str, method: str, request: object) -> worker_pb2.ListWorkersResponse:
-        if address not in self._channels:
-            for channel in self._channels.values():
-                channel.close()
-            if self._credentials is None:
-                self._channels = {address: grpc.insecure_channel(address)}
-            else:
-                self._channels = {address: grpc.secure_channel(address, self._credentials)}
-        stub = worker_pb2_grpc.RouterStub(self._channels[address])
+    def _call(self, address: str, method: str, request: object) -> Any:
+        if self._channel is None or self._channel[0] != address:
+            self.close()
+            self._channel = address, Way(server=address, **self._files).channel()
+        stub = worker_pb2_grpc.RouterStub(self._channel[1])
         try:
-            return getattr(stub, method)(request, timeout=CALL_S, metadata=self._metadata)
+            return getattr(stub, method)(request, timeout=CALL_S, metadata=self._cluster.metadata)
         except grpc.RpcError as error:
-            raise Unavailable(
-                f"the router at {address} does not answer: {error.code().name}, {error.details()}"
-            ) from error
+            raise Unavailable(f"the router at {address}: {error.code().name}, {error.details()}") from error
 
 
 def _idle(info: worker_pb2.WorkerInfo) -> bool:

@@ -72,6 +72,9 @@ class ClusterSpec:
     mixed: RoleSpec = RoleSpec()
     accelerator: str | None = None
     node_host: str | None = None  # where processes listen for each other; None: the node's address
+    ssl_certfile: str | None = None  # files of every node, and of the one that watches: `jaxpd router --help`
+    ssl_keyfile: str | None = None
+    ssl_ca_certs: str | None = None
     environment: Mapping[str, str] = dataclasses.field(default_factory=dict)
     drain_timeout_s: float = 300.0  # what a worker that is not wanted any more gets for its requests
     start_timeout_s: float = 1800.0  # loading and compiling a large model takes minutes
@@ -89,6 +92,8 @@ class ClusterSpec:
         for port in ("port", "grpc_port"):
             if not 0 <= getattr(self.router, port) <= 65535:
                 _refuse(f"router.{port}", getattr(self.router, port), "must be between 0 (any free port) and 65535")
+        if (self.ssl_certfile is None) != (self.ssl_keyfile is None):
+            _refuse("ssl_keyfile", self.ssl_keyfile, "and ssl_certfile are a pair; give both or neither")
         for role in ROLES:
             _check_role(role, self.role(role))
         if not (self.mixed.count or (self.prefill.count and self.decode.count)):
