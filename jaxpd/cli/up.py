@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import pathlib
 import shlex
 import time
@@ -79,6 +81,7 @@ def up(
         ),
     ] = None,
     status: Annotated[bool, typer.Option("--status", help="Show the cluster that runs.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="With --status or --scale: one JSON object.")] = False,
     prefill: Annotated[int | None, _count("prefill")] = None,
     decode: Annotated[int | None, _count("decode")] = None,
     mixed: Annotated[int | None, _count("mixed")] = None,
@@ -118,7 +121,7 @@ def up(
     if address is not None and not ray:
         raise InvalidArgument(f"--address {address} is that of a Ray cluster; add --ray", field="address")
     if scale is not None or status:
-        _change(name or "jaxpd", scale, ray=ray, address=address, timeout_s=timeout)
+        _change(name or "jaxpd", scale, as_json, ray=ray, address=address, timeout_s=timeout)
         return
     every = _split("--worker-flags", worker_flags)
     roles = {
@@ -264,7 +267,7 @@ def _up_on_ray(spec: ClusterSpec, address: str | None, timeout_s: float) -> None
     )
 
 
-def _change(name: str, scale: str | None, *, ray: bool, address: str | None, timeout_s: float) -> None:
+def _change(name: str, scale: str | None, as_json: bool, *, ray: bool, address: str | None, timeout_s: float) -> None:
     from serving.launch.spec import parse_counts
 
     counts = parse_counts(scale) if scale is not None else None
@@ -274,7 +277,7 @@ def _change(name: str, scale: str | None, *, ray: bool, address: str | None, tim
         after = status.events[-1][0] if status.events else 0
         cluster.scale(counts)
         status = follow(cluster, lambda s: s.serves and _holds(s, counts), timeout_s, after=after)
-    print("\n".join(table(status)), flush=True)
+    print(json.dumps(dataclasses.asdict(status)) if as_json else "\n".join(table(status)), flush=True)
 
 
 def _holds(status: Status, counts: Mapping[str, int]) -> bool:
