@@ -64,9 +64,8 @@ MakeEngine = Callable[[OnEvents], E]
 
 
 class Front(Protocol):
-    """One way in."""
+    """One way in; its port is bound already."""
 
-    def bind(self, host: str, port: int) -> int: ...
     async def start(self) -> None: ...
     async def set_ready(self, ready: bool) -> None: ...
     async def stop(self, grace_s: float) -> None: ...
@@ -98,9 +97,9 @@ async def serve(
     fronts, ports = _bound(gateway, config, seeing)
     for front in fronts:
         await front.start()
-    stopping = stop if stop is not None else _stop_on_signals()
+    stopping = stop if stop is not None else stop_on_signals()
     made: list[E] = []
-    starting = _start_in_thread(make_engine, gateway.on_events, made)
+    starting = start_in_thread(make_engine, gateway.on_events, made)
     interrupted = asyncio.ensure_future(stopping.wait())
     following: _Readiness | None = None
     try:
@@ -114,7 +113,7 @@ async def serve(
                     await starting
                 return
             if stop is None:
-                _leave_at_once()
+                leave_at_once()
             engine = await starting
             await asyncio.to_thread(engine.close)
             return
@@ -210,9 +209,11 @@ class _Readiness:
             await self._telling
 
 
-def _start_in_thread(make_engine: MakeEngine[E], on_events: OnEvents, made: list[E]) -> asyncio.Future[E]:
-    """Makes and starts the engine in a daemon thread: a process that wants to end would wait for one of a pool. It is
-    in `made` before it is started."""
+def start_in_thread(make_engine: MakeEngine[E], on_events: OnEvents, made: list[E] | None = None) -> asyncio.Future[E]:
+    """Makes and starts the engine in a daemon thread: a process that wants to end would wait for one of a pool.
+
+    It is added to `made` before it is started.
+    """
     loop = asyncio.get_running_loop()
     future: asyncio.Future[E] = loop.create_future()
 
@@ -228,7 +229,8 @@ def _start_in_thread(make_engine: MakeEngine[E], on_events: OnEvents, made: list
     def start() -> None:
         try:
             engine = make_engine(on_events)
-            made.append(engine)
+            if made is not None:
+                made.append(engine)
             engine.start()
         except BaseException as error:
             loop.call_soon_threadsafe(settle, None, error)
@@ -239,7 +241,8 @@ def _start_in_thread(make_engine: MakeEngine[E], on_events: OnEvents, made: list
     return future
 
 
-def _stop_on_signals() -> asyncio.Event:
+def stop_on_signals() -> asyncio.Event:
+    """Set by the first SIGTERM or SIGINT; from then on both end the process at once."""
     loop, stop = asyncio.get_running_loop(), asyncio.Event()
     signals = (signal.SIGTERM, signal.SIGINT)
 
@@ -255,7 +258,7 @@ def _stop_on_signals() -> asyncio.Event:
     return stop
 
 
-def _leave_at_once() -> None:
+def leave_at_once() -> None:
     """Ends the process while the engine starts. A compile cannot be interrupted, nothing is running yet that could be
     lost, and tearing the interpreter down under a compiling thread crashes."""
     logger.warning("stopped before it was ready")

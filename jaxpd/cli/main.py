@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 import typer.core
 
-from jaxpd.cli import bench, convert, env, generate, router, serve, up, workers
+from jaxpd.cli import bench, convert, env, generate, router, serve, up, worker, workers
 from jaxpd.errors import JaxpdError
 from jaxpd.version import __version__
 
@@ -82,6 +82,7 @@ def _jaxpd(
 
 
 app.command("serve")(serve.serve)
+app.command("worker")(worker.worker)
 app.command("router")(router.router)
 app.command("workers")(workers.workers)
 app.command("up")(up.up)

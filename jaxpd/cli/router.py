@@ -6,7 +6,7 @@ import asyncio
 import time
 from typing import TYPE_CHECKING
 
-from jaxpd.cli import bench_flags, router_options, server_options
+from jaxpd.cli import bench_flags, cluster_options, router_options, server_options
 from jaxpd.cli.serve import banner, shown_meshes
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ def router(
     decode: router_options.Decode = None,
     mixed: router_options.Mixed = None,
     listen: router_options.Listen = "127.0.0.1:7000",
-    heartbeat_timeout: router_options.HeartbeatTimeout = 5.0,
+    heartbeat_timeout: cluster_options.HeartbeatTimeout = 5.0,
     prefill_policy: router_options.PrefillPolicy = "kv_aware",
     decode_policy: router_options.DecodePolicy = "kv_aware",
     ttft_slo: router_options.TtftSlo = None,
@@ -36,8 +36,8 @@ def router(
     page: server_options.Page = True,
     served_model_name: server_options.ServedModelName = None,
     shutdown_timeout: server_options.ShutdownTimeout = 30.0,
-    cluster_secret_file: router_options.ClusterSecretFile = None,
-    insecure_cluster: router_options.InsecureCluster = False,
+    cluster_secret_file: cluster_options.ClusterSecretFile = None,
+    insecure_cluster: cluster_options.InsecureCluster = False,
     api_key: server_options.ApiKey = None,
     api_key_file: server_options.ApiKeyFile = None,
     salt_by_key: server_options.SaltByKey = False,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pathlib
 from typing import Annotated
 
 import typer
@@ -11,7 +10,6 @@ from jaxpd.policies.routing import POLICIES
 
 WORKERS = "Workers"
 CHOICE = "Choice of workers"
-CLUSTER = "Safety of the cluster"
 
 _POLICY = f"One of {', '.join(POLICIES)}."
 
@@ -42,14 +40,6 @@ Listen = Annotated[
     typer.Option(
         metavar="HOST:PORT",
         help="Where workers join and `jaxpd workers` asks; port 0: any.",
-        rich_help_panel=WORKERS,
-    ),
-]
-HeartbeatTimeout = Annotated[
-    float,
-    typer.Option(
-        metavar="SECONDS",
-        help="A worker that says nothing for so long is gone.",
         rich_help_panel=WORKERS,
     ),
 ]
@@ -96,22 +86,5 @@ MigrateOnDrain = Annotated[
         "--migrate-on-drain",
         help="Answers of a worker that drains go on elsewhere; otherwise it finishes them.",
         rich_help_panel=CHOICE,
-    ),
-]
-ClusterSecretFile = Annotated[
-    pathlib.Path | None,
-    typer.Option(
-        metavar="FILE",
-        help="File whose first line is the secret of routers and workers, the same in all.",
-        show_default=False,
-        rich_help_panel=CLUSTER,
-    ),
-]
-InsecureCluster = Annotated[
-    bool,
-    typer.Option(
-        "--insecure-cluster",
-        help="Listen to other machines without a secret: any of them may command this process.",
-        rich_help_panel=CLUSTER,
     ),
 ]

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from jaxpd.cli import options, router_options, server_options
+from jaxpd.cli import cluster_options, options
 from jaxpd.errors import InvalidArgument
 
 if TYPE_CHECKING:
@@ -32,10 +32,10 @@ def workers(
     drain: Drain = None,
     resume: Resume = None,
     as_json: Json = False,
-    cluster_secret_file: router_options.ClusterSecretFile = None,
-    ssl_certfile: server_options.SslCertfile = None,
-    ssl_keyfile: server_options.SslKeyfile = None,
-    ssl_ca_certs: server_options.SslCaCerts = None,
+    cluster_secret_file: cluster_options.ClusterSecretFile = None,
+    ssl_certfile: cluster_options.SslCertfile = None,
+    ssl_keyfile: cluster_options.SslKeyfile = None,
+    ssl_ca_certs: cluster_options.SslCaCerts = None,
 ) -> None:
     """List the workers of a router, or drain one."""
     options.parse_address(router, flag="--router")

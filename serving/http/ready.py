@@ -5,14 +5,15 @@ from __future__ import annotations
 import dataclasses
 
 from jaxpd.errors import Unavailable
-from serving.gateway import Gateway, State
+from serving.gateway import State
+from serving.metrics import Source
 
 
 @dataclasses.dataclass
 class Ready:
-    """`ready` is what the process says of itself; the gateway has its doors besides."""
+    """`ready` is what the process says of itself; the gateway, or worker, has its doors besides."""
 
-    gateway: Gateway
+    gateway: Source
     ready: bool = False
 
     def check(self) -> None:

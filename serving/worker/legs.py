@@ -6,7 +6,7 @@ import dataclasses
 import logging
 from typing import TYPE_CHECKING
 
-from jaxpd.errors import FailedPrecondition, Internal, InvalidArgument, JaxpdError
+from jaxpd.errors import FailedPrecondition, Internal, JaxpdError
 from jaxpd.policies.workers import Role
 from jaxpd.request import DecodeLeg, FinishEvent, FinishReason, Leg, PrefillLeg, Request, Timings, Usage
 from serving.observer import Origin
@@ -40,17 +40,11 @@ class Running:
 
 
 def check_leg(started: Started, role: Role) -> None:
-    """Raises FailedPrecondition for a leg that is not this worker's, InvalidArgument for one that is broken."""
+    """Raises FailedPrecondition for a leg that is not this worker's; the rest of it the engine checks."""
     if not isinstance(started.leg, LEGS[role]):
         raise FailedPrecondition(
             f"this is a {role.value} worker, and it was asked for another leg of a request; check --prefill, --decode "
             "and --mixed of the router"
-        )
-    samples = started.request.params.n
-    if started.leg is not None and len(started.leg.handoffs) != samples:
-        raise InvalidArgument(
-            f"the leg names {len(started.leg.handoffs)} hand-offs for n={samples} samples; one for each is needed",
-            field="handoffs",
         )
 
 

@@ -39,6 +39,7 @@ from serving.worker.wire_peer import PeerHello, hello_from_proto, hello_to_proto
 
 logger = logging.getLogger(__name__)
 
+FETCHED_S = 0.05  # between two looks
 HELLO_S = 5.0  # within which a stream's other end has to say who it is
 
 
@@ -109,6 +110,14 @@ class Peers:
                         stream.task.cancel()  # it may wait for the other end to read
                 else:
                     stream.ping()
+
+    async def fetched(self, timeout_s: float) -> bool:
+        """Waits until no peer has anything left to fetch; False after `timeout_s`."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                while any(stream.transport.offering.used_bytes for stream in self._streams.values()):
+                    await asyncio.sleep(FETCHED_S)
+        return not any(stream.transport.offering.used_bytes for stream in self._streams.values())
 
     async def close(self, reason: str = "this worker is shutting down") -> None:
         """Loses all of them; returns when their transports are closed."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import importlib.util
+import itertools
 import pathlib
 import sys
 import time
@@ -36,7 +37,7 @@ class Router:
             on_events=self._take,
             seed=0,
         )
-        self._serial = 0
+        self._serial = itertools.count(1)
 
     def _take(self, events: list[Event]) -> None:
         self.batches.append(events)
@@ -44,11 +45,9 @@ class Router:
 
     def submit(self, *, max_tokens: int = 6, n: int = 1, prompt: tuple[int, ...] = (1, 2, 3), **more: Any) -> Request:
         """A request of its own seed."""
-        self._serial += 1
-        params = SamplingParams(max_tokens=max_tokens, n=n, seed=self._serial * 1000, temperature=1.0)
-        request = Request(
-            request_id=f"r{self._serial}", prompt_ids=prompt, params=params, arrival_s=time.monotonic(), **more
-        )
+        serial = next(self._serial)
+        params = SamplingParams(max_tokens=max_tokens, n=n, seed=serial * 1000, temperature=1.0)
+        request = Request(request_id=f"r{serial}", prompt_ids=prompt, params=params, arrival_s=time.monotonic(), **more)
         self.engine.submit(request)
         return request
 

@@ -87,6 +87,7 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServicer):
         self.step_s = 0.001
         self.port = 0
         self.described = 0
+        self.secrets: set[str] = set()  # that calls came with
         self.crossed_bytes = 0
         self.running: dict[str, Running] = {}
         self.started: list[Started] = []
@@ -165,6 +166,7 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServicer):
 
     async def Describe(self, request: pb.DescribeRequest, context: Any) -> pb.DescribeResponse:
         self.described += 1
+        self._note_secret(context)
         return description_to_proto(self.description())
 
     async def SetDraining(self, request: pb.SetDrainingRequest, context: Any) -> pb.SetDrainingResponse:
@@ -175,6 +177,7 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServicer):
     async def Session(
         self, request_iterator: AsyncIterator[pb.RouterMessage], context: Any
     ) -> AsyncIterator[pb.WorkerMessage]:
+        self._note_secret(context)
         first = await anext(request_iterator)
         assert first.HasField("hello"), first
         out: asyncio.Queue[pb.WorkerMessage] = asyncio.Queue()
@@ -190,6 +193,9 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServicer):
             listening.cancel()
             beating.cancel()
             self._out.remove(out)
+
+    def _note_secret(self, context: Any) -> None:
+        self.secrets |= {value for key, value in context.invocation_metadata() if key == "x-jaxpd-cluster"}
 
     async def _listen(self, messages: AsyncIterator[pb.RouterMessage], out: asyncio.Queue[pb.WorkerMessage]) -> None:
         async for message in messages:
