@@ -113,11 +113,14 @@ class LocalLauncher:
             log.close()
 
     def close(self) -> None:
-        """Kills what is left, and waits for it."""
+        """Kills what is left, and waits for it. The logs stay."""
         for owned in self._owned.values():
             owned.kill()
         for owned in self._owned.values():
             owned.wait(10)
+        for log in self._logs.values():
+            log.close()
+        self._secret_file.unlink(missing_ok=True)
 
     def _begin(self, launch: Launch) -> None:
         spec = launch.spec

@@ -7,6 +7,7 @@ import dataclasses
 import json
 import os
 import pathlib
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,6 +17,8 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from typing import Any
+
+from serving.launch.local import cluster_folder
 
 ROOT = pathlib.Path(__file__).parent.parent.parent
 MODEL = ROOT / "tests" / "data" / "tiny" / "smollm2"
@@ -100,6 +103,7 @@ def up_here(name: str, *args: object) -> Iterator[tuple[Running, subprocess.Pope
         reader.join()
         process.stdout.close()
         process.stderr.close()
+        shutil.rmtree(cluster_folder(name))
 
 
 class Traffic:

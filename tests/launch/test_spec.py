@@ -25,6 +25,14 @@ def test_a_file_says_everything_that_flags_can(tmp_path: pathlib.Path) -> None:
     assert made.environment == {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.9"}
 
 
+def test_the_file_of_the_documentation_is_one(tmp_path: pathlib.Path) -> None:
+    text = (pathlib.Path(__file__).parent.parent.parent / "docs" / "launch.md").read_text()
+    path = tmp_path / "cluster.toml"
+    path.write_text(text.partition("```toml\n")[2].partition("```")[0])
+    made = spec.cluster_spec(spec.read_toml(path))
+    assert made.counts == {"prefill": 1, "decode": 2, "mixed": 0} and made.drain_timeout_s == 60
+
+
 @pytest.mark.parametrize(
     ("change", "field", "words"),
     [

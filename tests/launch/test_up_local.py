@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pathlib
+import shutil
 import signal
 import subprocess
 import time
@@ -11,6 +12,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from serving.launch.local import cluster_folder
 from tests.launch import clusters
 from tests.launch.clusters import PATIENCE_S, Running, Traffic, alive, command, environment, run, small, up_here
 
@@ -104,6 +106,7 @@ def test_a_flag_that_no_worker_takes_ends_the_command_with_the_workers_own_words
     done = subprocess.run(
         command("up", *flags, clusters.MODEL), env=environment(), capture_output=True, text=True, timeout=PATIENCE_S
     )
+    shutil.rmtree(cluster_folder(f"{NAME}-bad"))
     assert done.returncode == 2
     assert "decode-0 cannot start, so the cluster was stopped" in done.stderr
     assert "--page-size 9 must be a power of two" in done.stderr and "Traceback" not in done.stderr
