@@ -15,7 +15,7 @@ import contextvars
 import dataclasses
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable
 from typing import Any, Protocol
 
 import grpc
@@ -86,7 +86,7 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
         async def many(messages: AsyncIterator[Any], context: grpc.aio.ServicerContext) -> None:
             # Closed here and now: a generator that is left to itself is closed some time, and so are those in it.
             async with (
-                contextlib.aclosing(_readable(message, method) async for message in messages) as readable,
+                contextlib.aclosing(_all_readable(messages, method)) as readable,
                 contextlib.aclosing(inner(readable, context)) as answers,
             ):
                 async for answer in answers:
@@ -248,6 +248,11 @@ def _readable(message: Any, method: str) -> Any:
     if isinstance(message, DecodeError):
         raise InvalidArgument(f"the request does not parse as the message of {method}")
     return message
+
+
+async def _all_readable(messages: AsyncIterator[Any], method: str) -> AsyncGenerator[Any, None]:
+    async for message in messages:
+        yield _readable(message, method)
 
 
 def _shortened(details: str) -> str:

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from serving.proto.jaxpd.v1 import worker_pb2 as pb
 
 TIMEOUT_S = 15.0
+WIDE = 200  # columns, where nobody looks at it directly
 
 Router = Annotated[str, typer.Option(metavar="HOST:PORT", help="The router's control port (its --listen).")]
 Drain = Annotated[
@@ -51,7 +52,10 @@ def workers(
     if not found:
         print(f"router {router} has no workers; start one with: jaxpd worker prefill MODEL --router {router}")
         return
-    Console().print(table(found))
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=WIDE)
+    console.print(table(found))
     for worker in found:
         if worker.trouble:
             print(f"{worker.name}: {worker.trouble}")
@@ -123,7 +127,8 @@ def table(found: list[pb.WorkerInfo]) -> Table:
     from rich.table import Table
 
     shown = Table(box=None, pad_edge=False)
-    for name in ("worker", "role", "state", "meshes"):
+    shown.add_column("worker", no_wrap=True)
+    for name in ("role", "state", "meshes"):
         shown.add_column(name, overflow="fold")
     for name in ("legs", "queued", "running", "pages used"):
         shown.add_column(name, justify="right")

@@ -30,8 +30,8 @@ LINK = frozenset(("copy", "peer", "lease"))
 # What it says where the other one is well, but does not have it (any more).
 NOT_THERE = frozenset(("refused",))
 # Of a sample's life: what the prefill worker tells, and what the decode worker does.
-BY_PREFILL = frozenset((Stage.ADMITTED, Stage.PREFILL_START, Stage.CHUNK, Stage.PREFILL_END))
-BY_DECODE = frozenset((Stage.OFFERED, Stage.TRANSFERRED, Stage.ACCEPTED, Stage.DECODE_START, Stage.PREEMPTED))
+BY_PREFILL = frozenset((Stage.ADMITTED, Stage.PREFILL_START, Stage.CHUNK, Stage.PREFILL_END, Stage.OFFERED))
+BY_DECODE = frozenset((Stage.TRANSFERRED, Stage.ACCEPTED, Stage.DECODE_START, Stage.PREEMPTED))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -356,7 +356,8 @@ class Legs:
                 took_s = _between(moments, (Stage.PREFILL_START, Stage.ADMITTED), Stage.PREFILL_END)
                 effects.append(Prefilled(attempt=attempt, cached_tokens=event.usage.cached_tokens, prefill_s=took_s))
         if leg is Leg.DECODE and not attempt.whole:
-            took_s = _between(moments, (Stage.OFFERED,), Stage.ACCEPTED)
+            # Both by this process's clock: the prefill worker says when it offered, this one when it had all of it.
+            took_s = _between(sample.moments, (Stage.OFFERED,), Stage.ACCEPTED)
             if took_s is not None:
                 effects.append(Moved(attempt=attempt, transfer_s=took_s))
         return effects
@@ -594,6 +595,6 @@ def _verdict(attempt: Attempt, leg: Leg, error: JaxpdError | None) -> tuple[Leg,
 
 def _between(moments: Sequence[Moment], starts: Sequence[Stage], end: Stage) -> float | None:
     """Seconds from the first of `starts` that there is to `end`."""
-    at = {moment.stage: moment.at_s for moment in reversed(moments)}
+    at = {moment.stage: moment.at_s for moment in moments}  # the last time, after a replay
     start_s = next((at[stage] for stage in starts if stage in at), None)
     return None if start_s is None or end not in at else max(at[end] - start_s, 0.0)

@@ -40,6 +40,7 @@ from serving.worker.wire_peer import PeerHello, hello_from_proto, hello_to_proto
 logger = logging.getLogger(__name__)
 
 FETCHED_S = 0.05  # between two looks
+LAST_WORDS_S = 1.0  # for the end of a stream to leave
 HELLO_S = 5.0  # within which a stream's other end has to say who it is
 
 
@@ -106,8 +107,8 @@ class Peers:
                 stream.silent += 1
                 if stream.silent > self._most_silent:
                     self._lose(stream, f"{stream.name} has said nothing for {self._settings.silence_s:g} s")
-                    if stream.task is not None:
-                        stream.task.cancel()  # it may wait for the other end to read
+                    if stream.task is not None:  # which ends by now, or waits for the other end to read
+                        self._loop.call_later(LAST_WORDS_S, stream.task.cancel)
                 else:
                     stream.ping()
 
@@ -234,8 +235,9 @@ class Peers:
             raise Unavailable(stream.reason)
         finally:
             if reading is not None:
-                reading.cancel()
                 self._lose(stream, "the stream has ended")
+                reading.cancel()
+                await asyncio.wait([reading])  # nobody reads from the stream any more
             else:
                 self._close_transport(transport)
 

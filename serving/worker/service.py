@@ -71,6 +71,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
             finally:
                 for task in tasks:
                     task.cancel()
+                await asyncio.wait(tasks)  # nobody reads from the stream any more
 
     async def _listen(self, session: sessions.Session, messages: AsyncIterator[pb.RouterMessage]) -> None:
         """Hears what the router says; the end of that is the end of the session."""

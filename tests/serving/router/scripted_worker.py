@@ -289,7 +289,7 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServicer):
                     end(FinishReason.ABORT, 0)
                     return
                 await asyncio.sleep(self.step_s)
-            for stage in (Stage.OFFERED, Stage.TRANSFERRED, Stage.ACCEPTED, Stage.DECODE_START):
+            for stage in (Stage.TRANSFERRED, Stage.ACCEPTED, Stage.DECODE_START):
                 life.mark(stage)
         else:
             life.mark(Stage.PREFILL_START)
@@ -308,6 +308,7 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServicer):
                 end(FinishReason.LENGTH, index)
                 return
             if isinstance(leg, PrefillLeg):
+                life.mark(Stage.OFFERED)
                 life.mark(Stage.PREFILL_END)
                 self.wires.ready(leg.handoffs[sample]).set()
                 end(FinishReason.HANDED_OFF, index)
