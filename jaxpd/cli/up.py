@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import pathlib
@@ -16,7 +17,7 @@ from jaxpd.cli.cluster_view import POLL_S, Cluster, banner, failure, follow, sho
 from jaxpd.errors import FailedPrecondition, InvalidArgument, NotFound
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
     from serving.launch.controller import Status
     from serving.launch.spec import ClusterSpec
@@ -152,19 +153,19 @@ def up(
 
 def down(ray: Ray = False, address: Address = None, name: Name = None, timeout: Timeout = 120.0) -> None:
     """Stop the cluster that `jaxpd up` has started: the router finishes what it has, then the workers end."""
-    cluster = _cluster(name or "jaxpd", ray=ray, address=address)
-    seen = cluster.status()
-    cluster.end()
-    try:
-        follow(cluster, lambda s: s.ended, timeout, after=seen.events[-1][0] if seen.events else 0)
-    except NotFound:  # its command was gone before it could say so
+    with _cluster(name or "jaxpd", ray=ray, address=address) as cluster:
+        seen = cluster.status()
+        cluster.end()
+        try:
+            follow(cluster, lambda s: s.ended, timeout, after=seen.events[-1][0] if seen.events else 0)
+        except NotFound:  # its command was gone before it could say so
+            if ray:
+                raise
         if ray:
-            raise
-    if ray:
-        from serving.launch.ray_launcher import RayCluster
+            from serving.launch.ray_launcher import RayCluster
 
-        assert isinstance(cluster, RayCluster)
-        cluster.leave()
+            assert isinstance(cluster, RayCluster)
+            cluster.leave()
     print(f"cluster {seen.name} is down", flush=True)
 
 
@@ -249,34 +250,34 @@ def _up_on_ray(spec: ClusterSpec, address: str | None, timeout_s: float) -> None
     from serving.launch import ray_launcher
     from serving.launch.local import new_secret
 
-    ray = ray_launcher.connect(address)
-    cluster = ray_launcher.start_on_ray(ray, spec, new_secret())
     started_s = time.monotonic()
 
     def settled(status: Status) -> bool:
         return status.serves or any(unit.phase == "failed" for unit in status.units)
 
-    status = follow(cluster, settled, timeout_s)
-    if not status.serves:
-        cluster.end()
-        follow(cluster, lambda s: s.ended, timeout_s, after=status.events[-1][0] if status.events else 0, silent=True)
-        cluster.leave()
-        raise FailedPrecondition(failure(status, None))
-    print(
-        "\n".join(banner(status, time.monotonic() - started_s, None, more=_named(spec, address or "auto"))), flush=True
-    )
+    with ray_launcher.connected(address) as ray:
+        cluster = ray_launcher.start_on_ray(ray, spec, new_secret())
+        status = follow(cluster, settled, timeout_s)
+        if not status.serves:
+            last = status.events[-1][0] if status.events else 0
+            cluster.end()
+            follow(cluster, lambda s: s.ended, timeout_s, after=last, silent=True)
+            cluster.leave()
+            raise FailedPrecondition(failure(status, None))
+    more = _named(spec, address or "auto")
+    print("\n".join(banner(status, time.monotonic() - started_s, None, more=more)), flush=True)
 
 
 def _change(name: str, scale: str | None, as_json: bool, *, ray: bool, address: str | None, timeout_s: float) -> None:
     from serving.launch.spec import parse_counts
 
     counts = parse_counts(scale) if scale is not None else None
-    cluster = _cluster(name, ray=ray, address=address)
-    status = cluster.status()
-    if counts is not None:
-        after = status.events[-1][0] if status.events else 0
-        cluster.scale(counts)
-        status = follow(cluster, lambda s: s.serves and _holds(s, counts), timeout_s, after=after)
+    with _cluster(name, ray=ray, address=address) as cluster:
+        status = cluster.status()
+        if counts is not None:
+            after = status.events[-1][0] if status.events else 0
+            cluster.scale(counts)
+            status = follow(cluster, lambda s: s.serves and _holds(s, counts), timeout_s, after=after)
     print(json.dumps(dataclasses.asdict(status)) if as_json else "\n".join(table(status)), flush=True)
 
 
@@ -284,15 +285,18 @@ def _holds(status: Status, counts: Mapping[str, int]) -> bool:
     return all(status.wanted[role] == number for role, number in counts.items())
 
 
-def _cluster(name: str, *, ray: bool, address: str | None) -> Cluster:
+@contextlib.contextmanager
+def _cluster(name: str, *, ray: bool, address: str | None) -> Iterator[Cluster]:
     if ray:
         from serving.launch import ray_launcher
 
-        return ray_launcher.RayCluster(ray_launcher.connect(address), name)
-    from serving.launch.local import cluster_folder
-    from serving.launch.local_control import LocalCluster
+        with ray_launcher.connected(address) as joined:
+            yield ray_launcher.RayCluster(joined, name)
+    else:
+        from serving.launch.local import cluster_folder
+        from serving.launch.local_control import LocalCluster
 
-    return LocalCluster(cluster_folder(name), name)
+        yield LocalCluster(cluster_folder(name), name)
 
 
 def _named(spec: ClusterSpec, address: str | None = None) -> str:

@@ -18,6 +18,7 @@ The Keeper writes the wanted numbers into the Hosts, so that one that is started
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib.util
 import os
@@ -25,7 +26,7 @@ import pathlib
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from jaxpd.errors import FailedPrecondition, NotFound
@@ -55,20 +56,24 @@ def ray_module() -> Any:
     return ray
 
 
-def connect(address: str | None) -> Any:
-    """Joins the Ray cluster ("auto": the one of this machine) as namespace `jaxpd`. Raises FailedPrecondition."""
+@contextlib.contextmanager
+def connected(address: str | None) -> Iterator[Any]:
+    """Ray, joined to its cluster ("auto": the one of this machine) as namespace `jaxpd` until the end of the context.
+    What Ray has to say meanwhile goes to stderr: stdout is the command's. Raises FailedPrecondition."""
     ray = ray_module()
-    if ray.is_initialized():
-        return ray
-    try:
-        ray.init(address=address or "auto", namespace=NAMESPACE, log_to_driver=False, logging_level="ERROR")
-    except (ConnectionError, ValueError, RuntimeError) as error:
-        reason = str(error).partition("\n")[0]
-        raise FailedPrecondition(
-            f"--address {address or 'auto'}: no Ray cluster ({reason}); start one with: ray start --head",
-            field="address",
-        ) from None
-    return ray
+    with contextlib.redirect_stdout(sys.stderr):
+        try:
+            ray.init(address=address or "auto", namespace=NAMESPACE, log_to_driver=False, logging_level="ERROR")
+        except (ConnectionError, ValueError, RuntimeError) as error:
+            reason = str(error).partition("\n")[0]
+            raise FailedPrecondition(
+                f"--address {address or 'auto'}: no Ray cluster ({reason}); start one with: ray start --head",
+                field="address",
+            ) from None
+        try:
+            yield ray
+        finally:
+            ray.shutdown()
 
 
 def accelerator_of(resources: Mapping[str, float]) -> str:
