@@ -14,7 +14,8 @@ from jaxpd.life import Life, Moment, Stage
 from jaxpd.policies.breaker import Outcome
 from jaxpd.policies.workers import Choice, Leg, Route, Site
 from jaxpd.request import FinishEvent, FinishReason, Request, SamplingParams, Timings, TokenLogprobs, TokensEvent, Usage
-from serving.router.legs import Attempt, Cancel, Closed, Deliver, Effect, Legs, Moved, Plan, Prefilled, Retry, Wait
+from serving.router.attempt import Attempt, Cancel, Closed, Deliver, Effect, Moved, Plan, Prefilled, Retry, Wait
+from serving.router.legs import Legs
 
 P, D, M = "p", "d", "m"
 SPLIT = Route(prefill=Choice(site=Site(P, 0)), decode=Choice(site=Site(D, 0)))
