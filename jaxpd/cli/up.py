@@ -162,7 +162,7 @@ def down(ray: Ray = False, address: Address = None, name: Name = None, timeout: 
             if ray:
                 raise
         if ray:
-            from serving.launch.ray_launcher import RayCluster
+            from serving.launch.ray_cluster import RayCluster
 
             assert isinstance(cluster, RayCluster)
             cluster.leave()
@@ -247,7 +247,7 @@ def _up_here(spec: ClusterSpec) -> None:
 
 
 def _up_on_ray(spec: ClusterSpec, address: str | None, timeout_s: float) -> None:
-    from serving.launch import ray_launcher
+    from serving.launch import ray_cluster
     from serving.launch.local import new_secret
 
     started_s = time.monotonic()
@@ -255,8 +255,8 @@ def _up_on_ray(spec: ClusterSpec, address: str | None, timeout_s: float) -> None
     def settled(status: Status) -> bool:
         return status.serves or any(unit.phase == "failed" for unit in status.units)
 
-    with ray_launcher.connected(address) as ray:
-        cluster = ray_launcher.start_on_ray(ray, spec, new_secret())
+    with ray_cluster.connected(address) as ray:
+        cluster = ray_cluster.start_on_ray(ray, spec, new_secret())
         status = follow(cluster, settled, timeout_s)
         if not status.serves:
             last = status.events[-1][0] if status.events else 0
@@ -288,10 +288,10 @@ def _holds(status: Status, counts: Mapping[str, int]) -> bool:
 @contextlib.contextmanager
 def _cluster(name: str, *, ray: bool, address: str | None) -> Iterator[Cluster]:
     if ray:
-        from serving.launch import ray_launcher
+        from serving.launch import ray_cluster
 
-        with ray_launcher.connected(address) as joined:
-            yield ray_launcher.RayCluster(joined, name)
+        with ray_cluster.connected(address) as joined:
+            yield ray_cluster.RayCluster(joined, name)
     else:
         from serving.launch.local import cluster_folder
         from serving.launch.local_control import LocalCluster

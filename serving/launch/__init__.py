@@ -5,6 +5,7 @@
     controller.Controller, a pass every half second:
         launcher.look()  -> what became of each process      local.py: processes of this machine
         router           -> what it says of each worker      ray_launcher.py: actors, each with one process
+                                                                 (ray_cluster.py: how a command reaches them)
         reconcile.plan() -> actions: start, drain, stop      (pure)
                         |
     `python -m jaxpd worker ...`, `python -m jaxpd router ...`: a process each, tied to its owner (tether.py)

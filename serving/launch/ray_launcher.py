@@ -18,18 +18,15 @@ The Keeper writes the wanted numbers into the Hosts, so that one that is started
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import importlib.util
 import os
 import pathlib
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from jaxpd.errors import FailedPrecondition, NotFound
 from serving.launch.commands import Launch, arguments, free_port, joined, tied
 from serving.launch.controller import Controller, Status
 from serving.launch.devices import environment_for
@@ -40,40 +37,7 @@ from serving.launch.router_calls import GrpcRouterCalls
 from serving.launch.spec import ROLES, ROUTER, ClusterSpec, default_resources
 
 NAMESPACE = "jaxpd"
-ANSWER_S = 30.0
 FINDING_S = 10.0
-KEEPER_RESTARTS = -1  # as often as it dies
-
-
-def ray_module() -> Any:
-    """Ray, imported only here. Raises FailedPrecondition without it."""
-    if importlib.util.find_spec("ray") is None:
-        raise FailedPrecondition(
-            "--ray needs Ray on every node; install it with: pip install 'jaxpd[ray]'", field="ray"
-        )
-    import ray
-
-    return ray
-
-
-@contextlib.contextmanager
-def connected(address: str | None) -> Iterator[Any]:
-    """Ray, joined to its cluster ("auto": the one of this machine) as namespace `jaxpd` until the end of the context.
-    What Ray has to say meanwhile goes to stderr: stdout is the command's. Raises FailedPrecondition."""
-    ray = ray_module()
-    with contextlib.redirect_stdout(sys.stderr):
-        try:
-            ray.init(address=address or "auto", namespace=NAMESPACE, log_to_driver=False, logging_level="ERROR")
-        except (ConnectionError, ValueError, RuntimeError) as error:
-            reason = str(error).partition("\n")[0]
-            raise FailedPrecondition(
-                f"--address {address or 'auto'}: no Ray cluster ({reason}); start one with: ray start --head",
-                field="address",
-            ) from None
-        try:
-            yield ray
-        finally:
-            ray.shutdown()
 
 
 def accelerator_of(resources: Mapping[str, float]) -> str:
@@ -181,7 +145,7 @@ class RayLauncher:
                 placed.seen = self._ray.get(placed.asked)
                 placed.asked = placed.actor.look.remote()
             except self._ray.exceptions.RayActorError as error:
-                placed.seen = _lost(placed.seen, f"lost with its actor: {_reason(error)}")
+                placed.seen = _lost(placed.seen, f"lost with its actor: {reason_of(error)}")
             except self._ray.exceptions.RayTaskError as error:
                 placed.seen = _lost(placed.seen, f"its actor failed: {error.cause}")
         return {name: placed.seen for name, placed in self._placed.items()}
@@ -296,76 +260,12 @@ class Keeper:
         return self._controller.status()
 
 
-class RayCluster:
-    """The cluster of this name on Ray: what commands call. Each call raises NotFound when there is none."""
-
-    def __init__(self, ray: Any, name: str) -> None:
-        self._ray = ray
-        self._name = name
-        try:
-            self._keeper = ray.get_actor(name, namespace=NAMESPACE)
-        except ValueError:
-            raise NotFound(
-                f"no cluster {name} runs on this Ray; start one with: jaxpd up --ray", field="name"
-            ) from None
-
-    def status(self, after: int = 0) -> Status:
-        """See `Controller.status`."""
-        return self._ask(self._keeper.status, after)
-
-    def scale(self, counts: Mapping[str, int]) -> Status:
-        """See `Controller.scale`. Raises InvalidArgument as well."""
-        return self._ask(self._keeper.scale, dict(counts))
-
-    def end(self) -> Status:
-        """See `Controller.end`."""
-        return self._ask(self._keeper.end)
-
-    def leave(self) -> None:
-        """Removes the Keeper of a cluster that has ended."""
-        self._ray.kill(self._keeper)
-
-    def _ask(self, method: Any, *arguments: object) -> Status:
-        try:
-            answer = self._ray.get(method.remote(*arguments), timeout=ANSWER_S)
-        except self._ray.exceptions.RayTaskError as error:
-            raise error.cause from None
-        except self._ray.exceptions.RayError as error:
-            raise NotFound(f"cluster {self._name} does not answer: {_reason(error)}", field="name") from None
-        assert isinstance(answer, Status)
-        return answer
-
-
-def start_on_ray(ray: Any, spec: ClusterSpec, secret: str) -> RayCluster:
-    """Starts the Keeper of a new cluster. Raises FailedPrecondition when there is one of this name."""
-    near = ray.get_runtime_context().get_node_id()
-    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
-    keeper = ray.remote(Keeper).options(
-        name=spec.name,
-        namespace=NAMESPACE,
-        lifetime="detached",
-        num_cpus=0,
-        max_restarts=KEEPER_RESTARTS,
-        max_task_retries=-1,
-        scheduling_strategy=NodeAffinitySchedulingStrategy(near, soft=True),
-    )
-    try:
-        keeper.remote(spec, secret, near)
-    except ValueError:
-        raise FailedPrecondition(
-            f"cluster {spec.name} runs on this Ray already; change it with jaxpd up --ray --scale, or give another "
-            "--name",
-            field="name",
-        ) from None
-    return RayCluster(ray, spec.name)
-
-
 def _lost(seen: Seen, why: str) -> Seen:
     return dataclasses.replace(seen, running=False, ready=False, exited=True, exit_code=None, trouble=why)
 
 
-def _reason(error: BaseException) -> str:
+def reason_of(error: BaseException) -> str:
+    """The sentence of one of Ray's errors that tells most."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return next((line for line in lines if line.startswith("The actor is dead")), lines[0] if lines else repr(error))[
         :300
