@@ -1,15 +1,18 @@
 """The pulling side of the remote transport: from an offer to arrays that may be given to any program.
 
-    pull ---> QUEUED --room--> PULLING --arrived--> PLACING --settled--> HANDED ON --taken--> (ack)
-                |                 |                    |                     |
-                +--- deadline, abort, revoke, error ---+------ abort --------+----> failed: the caller hears of it once
-
-    a PULLING or PLACING one that failed so: LOST, until its arrays have settled, and then they are thrown away
+    pull ---> QUEUED --room--> PULLING --arrived--> ARRIVED, PLACING --settled--> HANDED ON --taken--> (ack)
+                |                 |                        |                          |
+                +--- deadline, abort, revoke, error -------+--------- abort ----------+----> failed: the caller hears
+                                                                                             of it once
+    one that failed after its start: LOST, until its arrays have settled, and then they are thrown away
 
 The true KV heads of a piece are pulled as the source has cut them, each at once onto the device where the resharding
 plan wants it, so nobody touches their bytes; then they are copied to their other slots. An array that is unready or
 failed would take the whole page pool with it when it meets a donating program, so a piece is handed on only after
 everything has settled, and never after its deadline: what arrives later is thrown away.
+
+The wire is not to wait for this thread: as soon as a piece has arrived the next one is asked for, and only then is the
+first one placed and handed on, which takes as long as a megabyte takes to cross.
 
 Nothing ends a pull but its connection (meshes/transfer/link.py), so the caller gets its answer at the deadline, and the
 memory stays charged until the pull settles: when the peer goes on, when its process ends, or when `drop_peer` says that
@@ -20,6 +23,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import functools
 import logging
 import threading
 from collections import OrderedDict
@@ -48,7 +52,8 @@ Place = Callable[[Sequence[jax.Array]], Arrays]
 class PullLimits:
     """How much may be in flight at once, and how long a piece may take, its time in the queue included.
 
-    Bytes are those that cross; copies to other head slots, where KV heads are replicated, come on top.
+    `max_count` pieces are on the wire at most. Bytes are those that cross, of what is there and not yet taken too;
+    copies to other head slots, where KV heads are replicated, come on top.
     """
 
     max_bytes: int
@@ -84,6 +89,7 @@ Done = Callable[[Arrays | None, TransferFailed | None], None]
 class _Phase(enum.Enum):
     QUEUED = enum.auto()
     PULLING = enum.auto()
+    ARRIVED = enum.auto()
     PLACING = enum.auto()
     HANDED_ON = enum.auto()
 
@@ -91,9 +97,10 @@ class _Phase(enum.Enum):
 @dataclasses.dataclass(eq=False)
 class _Transfer:
     offer: Offer
-    targets: list[jax.Device]
+    targets: tuple[jax.Device, ...]
     place: Place
     done: Done
+    nbytes: int
     limit_s: float
     ends_s: float
     phase: _Phase = _Phase.QUEUED
@@ -102,17 +109,38 @@ class _Transfer:
     arrays: Arrays = ()
     ending: TransferFailed | None = None
 
+    @property
+    def moving(self) -> bool:
+        """Whether it is asked again and again how far it is."""
+        return self.phase in (_Phase.PULLING, _Phase.ARRIVED, _Phase.PLACING)
+
+    def wait(self) -> None:
+        """Blocks until its arrays are there. In a thread of its own: they may have been handed on meanwhile."""
+        if (pull := self.pull) is not None:
+            pull.wait()
+        jax.block_until_ready(self.arrays)
+
 
 class PullingSide:
-    """The pieces that this process pulls. `wake` is called when `tick` has something to do."""
+    """The pieces that this process pulls. `wake` is called when `tick` has something to do.
+
+    `wait_for` gets what waits for a piece, to call it in another thread and then `tick` (settle.Waiter.wait_for).
+    """
 
     def __init__(
-        self, link: Link, limits: PullLimits, *, clock: Callable[[], float], wake: Callable[[], None] = lambda: None
+        self,
+        link: Link,
+        limits: PullLimits,
+        *,
+        clock: Callable[[], float],
+        wake: Callable[[], None] = lambda: None,
+        wait_for: Callable[[Callable[[], object]], None] = lambda wait: None,
     ) -> None:
         self._link = link
         self._limits = limits
         self._clock = clock
         self._wake = wake
+        self._wait_for = wait_for
         self._lock = threading.Lock()
         self._live: dict[int, _Transfer] = {}  # in the order of their offers
         self._lost: list[_Transfer] = []
@@ -148,7 +176,7 @@ class PullingSide:
             self._seen[offer.id, offer.generation] = None
             while len(self._seen) > REMEMBERED:
                 self._seen.popitem(last=False)
-            self._live[offer.id] = _Transfer(offer, list(targets), place, done, limit_s, ends_s)
+            self._live[offer.id] = _Transfer(offer, tuple(targets), place, done, offer.nbytes, limit_s, ends_s)
         self._wake()
         return True
 
@@ -192,13 +220,15 @@ class PullingSide:
 
     def tick(self) -> float | None:
         """Does what is due; returns the seconds until there may be more, None: nothing to wait for. One thread only."""
-        with self._lock:
-            live = list(self._live.values())
-        for transfer in live:
-            self._step(transfer)
+        now = self._clock()
+        with self._lock:  # most are queued or handed on, and nothing is to be done for them
+            due = [t for t in self._live.values() if t.moving or t.ending is not None or now >= t.ends_s]
+        under_way = [transfer for transfer in due if self._arrive(transfer)]
         self._settle_lost()
-        while (queued := self._next()) is not None:
-            self._start(queued)
+        self._start_queued()
+        for transfer in under_way:
+            self._place(transfer)
+        self._start_queued()  # in the room of what was taken
         now = self._clock()
         with self._lock:
             waits = [ASK_LOST_S] * bool(self._lost)
@@ -206,7 +236,7 @@ class PullingSide:
                 if transfer.phase is _Phase.HANDED_ON:
                     continue
                 waits.append(max(transfer.ends_s - now, 0.0))
-                if transfer.phase is not _Phase.QUEUED:
+                if transfer.moving:
                     waits.append(ask_again_s(now - transfer.began_s))
         return min(waits, default=None)
 
@@ -234,7 +264,11 @@ class PullingSide:
 
     def _used(self) -> int:
         started = [t for t in self._live.values() if t.phase is not _Phase.QUEUED]
-        return sum(t.offer.nbytes for t in (*started, *self._lost))
+        return sum(t.nbytes for t in (*started, *self._lost))
+
+    def _start_queued(self) -> None:
+        while (queued := self._next()) is not None:
+            self._start(queued)
 
     def _next(self) -> _Transfer | None:
         """The first in the queue, if there is room for it; a piece above the bound may go alone."""
@@ -243,8 +277,8 @@ class PullingSide:
             if transfer is None:
                 return None
             used = self._used()
-            moving = sum(t.phase in (_Phase.PULLING, _Phase.PLACING) for t in self._live.values()) + len(self._lost)
-            if used and (moving >= self._limits.max_count or used + transfer.offer.nbytes > self._limits.max_bytes):
+            moving = sum(t.phase is _Phase.PULLING for t in self._live.values()) + len(self._lost)
+            if used and (moving >= self._limits.max_count or used + transfer.nbytes > self._limits.max_bytes):
                 return None
             transfer.phase = _Phase.PULLING
             return transfer
@@ -252,33 +286,41 @@ class PullingSide:
     def _start(self, transfer: _Transfer) -> None:
         offer = transfer.offer
         transfer.began_s = self._clock()
-        wanted = [
-            jax.ShapeDtypeStruct(offer.shape, jnp.dtype(offer.dtype), sharding=SingleDeviceSharding(device))
-            for device in transfer.targets
-        ]
         try:
+            wanted = _wanted(offer.shape, offer.dtype, transfer.targets)
             transfer.pull = self._link.pull(offer.address, offer.key, wanted)
         except Exception as error:
             self._drop(transfer, _broken(error))
-
-    def _step(self, transfer: _Transfer) -> None:
-        """Moves one transfer on as far as it goes."""
-        if transfer.phase is _Phase.HANDED_ON:
             return
+        self._wait_for(transfer.wait)
+
+    def _arrive(self, transfer: _Transfer) -> bool:
+        """Looks at one transfer. False: there is nothing more to do for it now, it waits or has failed."""
+        if transfer.phase is _Phase.HANDED_ON:
+            return False
         if transfer.ending is not None:
             self._drop(transfer, transfer.ending)
-            return
+            return False
         if self._clock() >= transfer.ends_s:
             self._drop(transfer, _too_late(transfer))
-            return
+            return False
         if transfer.phase is _Phase.PULLING and transfer.pull is not None and transfer.pull.settled():
+            transfer.phase = _Phase.ARRIVED
+        return transfer.phase in (_Phase.ARRIVED, _Phase.PLACING)
+
+    def _place(self, transfer: _Transfer) -> None:
+        """Moves one that has arrived on as far as it goes."""
+        if transfer.phase is _Phase.ARRIVED:
+            assert transfer.pull is not None
             try:
                 transfer.arrays = transfer.place(transfer.pull.take())
             except Exception as error:  # of the connection, the peer or the copies
                 self._drop(transfer, _broken(error))
                 return
             transfer.phase = _Phase.PLACING
-        if transfer.phase is _Phase.PLACING and are_ready(transfer.arrays):
+            if not are_ready(transfer.arrays):
+                self._wait_for(transfer.wait)
+        if are_ready(transfer.arrays):
             if (broken := failure(transfer.arrays)) is not None:
                 self._drop(transfer, _broken(broken))
             else:
@@ -289,11 +331,11 @@ class PullingSide:
             ending = transfer.ending  # asked for since `_step` looked
             if ending is None:
                 transfer.phase = _Phase.HANDED_ON
-                self.pulled_bytes += transfer.offer.nbytes
+                self.pulled_bytes += transfer.nbytes
         if ending is not None:
             self._drop(transfer, ending)
             return
-        self.cost.record(transfer.offer.nbytes, self._clock() - transfer.began_s)
+        self.cost.record(transfer.nbytes, self._clock() - transfer.began_s)
         arrays, transfer.arrays, transfer.pull = transfer.arrays, (), None
         call(transfer.done, arrays, None)
 
@@ -316,7 +358,13 @@ class PullingSide:
                 assert transfer.pull is not None
                 if transfer.pull.settled() and are_ready(transfer.arrays):
                     self._lost.remove(transfer)
-                    self.late_bytes += transfer.offer.nbytes
+                    self.late_bytes += transfer.nbytes
+
+
+@functools.lru_cache(maxsize=256)
+def _wanted(shape: tuple[int, ...], dtype: str, targets: tuple[jax.Device, ...]) -> list[jax.ShapeDtypeStruct]:
+    """What is asked for; remembered, since pieces come in few shapes."""
+    return [jax.ShapeDtypeStruct(shape, jnp.dtype(dtype), sharding=SingleDeviceSharding(device)) for device in targets]
 
 
 def _too_late(transfer: _Transfer) -> TransferFailed:
