@@ -22,30 +22,26 @@ it is gone. `tick` does all of the work, in one thread; the other methods only n
 from __future__ import annotations
 
 import dataclasses
-import enum
-import functools
 import logging
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 
 import jax
-import jax.numpy as jnp
-from jax.sharding import SingleDeviceSharding
 
-from meshes.transfer.link import Link, Pull
+from meshes.transfer.link import Link
 from meshes.transfer.messages import Ack, Offer, Refuse, Revoke
 from meshes.transfer.meter import Meter
 from meshes.transfer.offering import call
+from meshes.transfer.piece import Cause, Done, Phase, Place, Transfer, TransferFailed, broken, too_late, wanted
 from meshes.transfer.settle import are_ready, ask_again_s, failure
+
+__all__ = ["Cause", "Done", "PullLimits", "PullingSide", "TransferFailed"]
 
 log = logging.getLogger(__name__)
 
 REMEMBERED = 4096  # offers of the past, so that a message that comes twice starts nothing
 ASK_LOST_S = 0.05
-
-Arrays = tuple[jax.Array, ...]
-Place = Callable[[Sequence[jax.Array]], Arrays]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,62 +59,6 @@ class PullLimits:
     def __post_init__(self) -> None:
         if self.max_bytes < 1 or self.max_count < 1 or not self.timeout_s > 0:
             raise ValueError(f"{self} must have positive limits")
-
-
-class Cause(enum.StrEnum):
-    """Why a piece could not be had."""
-
-    DEADLINE = "deadline"
-    ABORTED = "aborted"
-    REVOKED = "revoked"
-    ERROR = "error"  # of the connection, the peer or the device
-    CLOSED = "closed"
-
-
-class TransferFailed(RuntimeError):
-    """A piece did not arrive; the message says why, `cause` in one word."""
-
-    def __init__(self, cause: Cause, message: str) -> None:
-        super().__init__(message)
-        self.cause = cause
-
-
-Done = Callable[[Arrays | None, TransferFailed | None], None]
-
-
-class _Phase(enum.Enum):
-    QUEUED = enum.auto()
-    PULLING = enum.auto()
-    ARRIVED = enum.auto()
-    PLACING = enum.auto()
-    HANDED_ON = enum.auto()
-
-
-@dataclasses.dataclass(eq=False)
-class _Transfer:
-    offer: Offer
-    targets: tuple[jax.Device, ...]
-    place: Place
-    done: Done
-    nbytes: int
-    limit_s: float
-    ends_s: float
-    phase: _Phase = _Phase.QUEUED
-    began_s: float = 0.0
-    pull: Pull | None = None
-    arrays: Arrays = ()
-    ending: TransferFailed | None = None
-
-    @property
-    def moving(self) -> bool:
-        """Whether it is asked again and again how far it is."""
-        return self.phase in (_Phase.PULLING, _Phase.ARRIVED, _Phase.PLACING)
-
-    def wait(self) -> None:
-        """Blocks until its arrays are there. In a thread of its own: they may have been handed on meanwhile."""
-        if (pull := self.pull) is not None:
-            pull.wait()
-        jax.block_until_ready(self.arrays)
 
 
 class PullingSide:
@@ -142,8 +82,8 @@ class PullingSide:
         self._wake = wake
         self._wait_for = wait_for
         self._lock = threading.Lock()
-        self._live: dict[int, _Transfer] = {}  # in the order of their offers
-        self._lost: list[_Transfer] = []
+        self._live: dict[int, Transfer] = {}  # in the order of their offers
+        self._lost: list[Transfer] = []
         self._seen: OrderedDict[tuple[int, int], None] = OrderedDict()
         self._closed = False
         self.failures: dict[Cause, int] = dict.fromkeys(Cause, 0)
@@ -176,7 +116,7 @@ class PullingSide:
             self._seen[offer.id, offer.generation] = None
             while len(self._seen) > REMEMBERED:
                 self._seen.popitem(last=False)
-            self._live[offer.id] = _Transfer(offer, tuple(targets), place, done, offer.nbytes, limit_s, ends_s)
+            self._live[offer.id] = Transfer(offer, tuple(targets), place, done, offer.nbytes, limit_s, ends_s)
         self._wake()
         return True
 
@@ -184,7 +124,7 @@ class PullingSide:
         """The arrays that were handed on are in the caller's pages; the message for the peer. None: not any more."""
         with self._lock:
             transfer = self._live.get(id)
-            if transfer is None or transfer.phase is not _Phase.HANDED_ON:
+            if transfer is None or transfer.phase is not Phase.HANDED_ON:
                 return None
             del self._live[id]
         self._wake()
@@ -197,7 +137,7 @@ class PullingSide:
             transfer = self._live.get(id)
             if transfer is None or transfer.ending is not None:
                 return None
-            if transfer.phase is _Phase.HANDED_ON:
+            if transfer.phase is Phase.HANDED_ON:
                 del self._live[id]
             else:
                 transfer.ending = failed
@@ -233,7 +173,7 @@ class PullingSide:
         with self._lock:
             waits = [ASK_LOST_S] * bool(self._lost)
             for transfer in self._live.values():
-                if transfer.phase is _Phase.HANDED_ON:
+                if transfer.phase is Phase.HANDED_ON:
                     continue
                 waits.append(max(transfer.ends_s - now, 0.0))
                 if transfer.moving:
@@ -246,7 +186,7 @@ class PullingSide:
             self._closed = True
             live, self._live = list(self._live.values()), {}
         for transfer in live:
-            if transfer.phase is not _Phase.HANDED_ON:
+            if transfer.phase is not Phase.HANDED_ON:
                 self._fail(transfer, TransferFailed(Cause.CLOSED, "the decode side was closed"))
 
     def _fail_soon(self, failed: TransferFailed, meant: Callable[[Offer], bool]) -> int:
@@ -255,7 +195,7 @@ class PullingSide:
             ending = [
                 transfer
                 for transfer in self._live.values()
-                if transfer.phase is not _Phase.HANDED_ON and transfer.ending is None and meant(transfer.offer)
+                if transfer.phase is not Phase.HANDED_ON and transfer.ending is None and meant(transfer.offer)
             ]
             for transfer in ending:
                 transfer.ending = failed
@@ -263,74 +203,74 @@ class PullingSide:
         return len(ending)
 
     def _used(self) -> int:
-        started = [t for t in self._live.values() if t.phase is not _Phase.QUEUED]
+        started = [t for t in self._live.values() if t.phase is not Phase.QUEUED]
         return sum(t.nbytes for t in (*started, *self._lost))
 
     def _start_queued(self) -> None:
         while (queued := self._next()) is not None:
             self._start(queued)
 
-    def _next(self) -> _Transfer | None:
+    def _next(self) -> Transfer | None:
         """The first in the queue, if there is room for it; a piece above the bound may go alone."""
         with self._lock:
-            transfer = next((t for t in self._live.values() if t.phase is _Phase.QUEUED and t.ending is None), None)
+            transfer = next((t for t in self._live.values() if t.phase is Phase.QUEUED and t.ending is None), None)
             if transfer is None:
                 return None
             used = self._used()
-            moving = sum(t.phase is _Phase.PULLING for t in self._live.values()) + len(self._lost)
+            moving = sum(t.phase is Phase.PULLING for t in self._live.values()) + len(self._lost)
             if used and (moving >= self._limits.max_count or used + transfer.nbytes > self._limits.max_bytes):
                 return None
-            transfer.phase = _Phase.PULLING
+            transfer.phase = Phase.PULLING
             return transfer
 
-    def _start(self, transfer: _Transfer) -> None:
+    def _start(self, transfer: Transfer) -> None:
         offer = transfer.offer
         transfer.began_s = self._clock()
         try:
-            wanted = _wanted(offer.shape, offer.dtype, transfer.targets)
-            transfer.pull = self._link.pull(offer.address, offer.key, wanted)
+            shapes = wanted(offer.shape, offer.dtype, transfer.targets)
+            transfer.pull = self._link.pull(offer.address, offer.key, shapes)
         except Exception as error:
-            self._drop(transfer, _broken(error))
+            self._drop(transfer, broken(error))
             return
         self._wait_for(transfer.wait)
 
-    def _arrive(self, transfer: _Transfer) -> bool:
+    def _arrive(self, transfer: Transfer) -> bool:
         """Looks at one transfer. False: there is nothing more to do for it now, it waits or has failed."""
-        if transfer.phase is _Phase.HANDED_ON:
+        if transfer.phase is Phase.HANDED_ON:
             return False
         if transfer.ending is not None:
             self._drop(transfer, transfer.ending)
             return False
         if self._clock() >= transfer.ends_s:
-            self._drop(transfer, _too_late(transfer))
+            self._drop(transfer, too_late(transfer))
             return False
-        if transfer.phase is _Phase.PULLING and transfer.pull is not None and transfer.pull.settled():
-            transfer.phase = _Phase.ARRIVED
-        return transfer.phase in (_Phase.ARRIVED, _Phase.PLACING)
+        if transfer.phase is Phase.PULLING and transfer.pull is not None and transfer.pull.settled():
+            transfer.phase = Phase.ARRIVED
+        return transfer.phase in (Phase.ARRIVED, Phase.PLACING)
 
-    def _place(self, transfer: _Transfer) -> None:
+    def _place(self, transfer: Transfer) -> None:
         """Moves one that has arrived on as far as it goes."""
-        if transfer.phase is _Phase.ARRIVED:
+        if transfer.phase is Phase.ARRIVED:
             assert transfer.pull is not None
             try:
                 transfer.arrays = transfer.place(transfer.pull.take())
             except Exception as error:  # of the connection, the peer or the copies
-                self._drop(transfer, _broken(error))
+                self._drop(transfer, broken(error))
                 return
-            transfer.phase = _Phase.PLACING
+            transfer.phase = Phase.PLACING
             if not are_ready(transfer.arrays):
                 self._wait_for(transfer.wait)
         if are_ready(transfer.arrays):
-            if (broken := failure(transfer.arrays)) is not None:
-                self._drop(transfer, _broken(broken))
+            if (error := failure(transfer.arrays)) is not None:
+                self._drop(transfer, broken(error))
             else:
                 self._hand_on(transfer)
 
-    def _hand_on(self, transfer: _Transfer) -> None:
+    def _hand_on(self, transfer: Transfer) -> None:
         with self._lock:
             ending = transfer.ending  # asked for since `_step` looked
             if ending is None:
-                transfer.phase = _Phase.HANDED_ON
+                transfer.phase = Phase.HANDED_ON
                 self.pulled_bytes += transfer.nbytes
         if ending is not None:
             self._drop(transfer, ending)
@@ -339,12 +279,12 @@ class PullingSide:
         arrays, transfer.arrays, transfer.pull = transfer.arrays, (), None
         call(transfer.done, arrays, None)
 
-    def _drop(self, transfer: _Transfer, failed: TransferFailed) -> None:
+    def _drop(self, transfer: Transfer, failed: TransferFailed) -> None:
         with self._lock:
             self._live.pop(transfer.offer.id, None)
         self._fail(transfer, failed)
 
-    def _fail(self, transfer: _Transfer, failed: TransferFailed) -> None:
+    def _fail(self, transfer: Transfer, failed: TransferFailed) -> None:
         with self._lock:
             self.failures[failed.cause] += 1
             if transfer.pull is not None and not (transfer.pull.settled() and are_ready(transfer.arrays)):
@@ -359,25 +299,3 @@ class PullingSide:
                 if transfer.pull.settled() and are_ready(transfer.arrays):
                     self._lost.remove(transfer)
                     self.late_bytes += transfer.nbytes
-
-
-@functools.lru_cache(maxsize=256)
-def _wanted(shape: tuple[int, ...], dtype: str, targets: tuple[jax.Device, ...]) -> list[jax.ShapeDtypeStruct]:
-    """What is asked for; remembered, since pieces come in few shapes."""
-    return [jax.ShapeDtypeStruct(shape, jnp.dtype(dtype), sharding=SingleDeviceSharding(device)) for device in targets]
-
-
-def _too_late(transfer: _Transfer) -> TransferFailed:
-    offer = transfer.offer
-    doing = "waited for its turn" if transfer.phase is _Phase.QUEUED else "was under way"
-    return TransferFailed(
-        Cause.DEADLINE,
-        f"a piece of {offer.nbytes} bytes from {offer.address} {doing} and did not arrive within {transfer.limit_s} s "
-        f"(its lease is {offer.lease_s} s)",
-    )
-
-
-def _broken(error: Exception) -> TransferFailed:
-    failed = TransferFailed(Cause.ERROR, f"{type(error).__name__}: {error}")
-    failed.__cause__ = error
-    return failed

@@ -23,8 +23,8 @@ A transport is for one pair of processes: a peer that is stopped in the middle o
 that it pulls from, and whoever else would pull from it. When a peer is given up, close its transport; when it comes
 back, make a new one. The bounds of several transports add up.
 
-One thread does the work of both sides (their `tick`); callers never wait. It calls back outside all locks. Two more,
-where there is something for them, wait for arrays and wake it (settle.Waiter); it does without them when they are stuck.
+One thread does the work of both sides (their `tick`); callers never wait. It calls back outside all locks. Others wait
+for arrays and wake it (settle.Waiter, one for each side that has something to do); it goes on where they are stuck.
 """
 
 from __future__ import annotations

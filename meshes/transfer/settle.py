@@ -1,9 +1,9 @@
 """Waiting for arrays without being stuck.
 
-A pull that hangs cannot be interrupted, and neither can a thread inside `block_until_ready`. So whoever decides asks the
-arrays whether they are there, and a deadline is a comparison. JAX has no call-back for this. Asking often takes time
-from the transfer that is asked about, asking seldom finds late; hence a second thread (`Waiter`) that may get stuck and
-whose only word is "look now". What it does not say is found by looking now and then.
+A pull that hangs cannot be interrupted, and neither can a thread inside `block_until_ready`. So whoever decides asks
+the arrays whether they are there, and a deadline is a comparison. JAX has no call-back for this. Asking often takes
+time from the transfer that is asked about, asking seldom finds late; hence a second thread (`Waiter`) that may get
+stuck and whose only word is "look now". What it does not say is found by looking now and then.
 """
 
 from __future__ import annotations
