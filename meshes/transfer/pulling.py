@@ -261,14 +261,14 @@ class PullingSide:
             if not are_ready(transfer.arrays):
                 self._wait_for(transfer.wait)
         if are_ready(transfer.arrays):
-            if (error := failure(transfer.arrays)) is not None:
-                self._drop(transfer, broken(error))
+            if (fault := failure(transfer.arrays)) is not None:
+                self._drop(transfer, broken(fault))
             else:
                 self._hand_on(transfer)
 
     def _hand_on(self, transfer: Transfer) -> None:
         with self._lock:
-            ending = transfer.ending  # asked for since `_step` looked
+            ending = transfer.ending  # asked for since `_arrive` looked
             if ending is None:
                 transfer.phase = Phase.HANDED_ON
                 self.pulled_bytes += transfer.nbytes
