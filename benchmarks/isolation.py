@@ -1,4 +1,4 @@
-"""The experiment of the whole idea: chats decode while long prompts arrive. Who keeps them apart, and what does it cost?
+"""The experiment of the whole idea: chats decode while long prompts arrive. Who keeps them apart, at what cost?
 
     python -m benchmarks.isolation [--rates 0.04 0.08 0.16] [--rounds 3] [--window 40] [--setups separate chunked ...]
 
@@ -10,8 +10,9 @@ All setups have the same two cores, the same model, limits and router, which the
 
 A round starts each setup anew, in an order that rotates; in each, `--chats` streams decode without a break (a closed
 loop of `jaxpd bench serve`), first alone (`idle`), then while another `jaxpd bench serve` sends prompts of `--prompt`
-tokens, Poisson, at each of the rates for `--window` seconds. Prompts that are still waiting when a window ends are waited
-for before the next begins. Figures are medians over the rounds, by value; benchmarks/isolation_load.py says what counts.
+tokens, Poisson, at each of the rates for `--window` seconds. Prompts that are still waiting when a window ends are
+waited for before the next begins. Figures are medians over the rounds, by value; benchmarks/isolation_load.py says what
+counts.
 
 Router and load generator run on core 0 (`--front-cores`), the workers at niceness 5: what carries tokens takes little
 and must not wait behind a prompt that computes for seconds, and the decode worker has its core for itself. In the
@@ -157,11 +158,11 @@ def run_setup(setup: Setup, load: Load, seed: int, logs: pathlib.Path) -> list[d
                 flags = [*prompt_flags, "--request-rate", f"{rate:g}", "--duration", f"{load.window_s:g}"]
                 flags += ["--seed", str(seed), "--slo-ttft", load.prompt_slo[0], "--slo-tpot", load.prompt_slo[1]]
                 sent = Bench(f"prompts-{rate:g}", setup.address, flags, logs, cores=setup.front_cores)
-                result = sent.result(load.window_s + PATIENCE_S)
-                (probe,) = result["probes"]
+                answered = sent.result(load.window_s + PATIENCE_S)
+                (probe,) = answered["probes"]
                 windows.append(Window(rate, probe["started"], probe["started"] + load.window_s))
                 time.sleep(max(0.0, windows[-1].end_s - time.time()))  # where all was answered before
-                prompts.append(result)
+                prompts.append(answered)
         about.append(used)
         if chats.ended:
             raise SystemExit("the chats ended before their time; see " + str(logs))

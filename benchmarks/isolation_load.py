@@ -112,7 +112,7 @@ def row(
 
 
 def _of_requests(records: Sequence[Record], slo: Slo) -> dict[str, Any]:
-    summary = summarize(Trial(tuple(records), cut_off=0, stopped=False, lag_s=(), wall_start=0.0), slo)
+    summary = summarize(Trial(records=tuple(records), cut_off=0, stopped=False, lag_s=(), wall_start=0.0), slo)
     times = [one for record in records if (one := latency(record)) is not None]
     return {
         "requests": len(records),
