@@ -50,6 +50,9 @@ class Pull(Protocol):
     def settled(self) -> bool:
         """Whether they have arrived or failed. Never blocks."""
 
+    def wait(self) -> None:
+        """Blocks until then, which may be never; nothing interrupts it. Raises what `take` raises, or nothing."""
+
     def take(self) -> list[jax.Array]:
         """The arrays, once settled; raises what they failed with."""
 
@@ -172,6 +175,9 @@ class _JaxPull:
 
     def settled(self) -> bool:
         return are_ready(self._arrays)
+
+    def wait(self) -> None:
+        jax.block_until_ready(self._arrays)
 
     def take(self) -> list[jax.Array]:
         try:

@@ -86,20 +86,31 @@ def place_heads(heads: Sequence[jax.Array], src: HeadLayout, dst: HeadLayout, ds
     `heads` are the true KV heads in order, [1, L, N, S, W], on the devices that `receivers` names. The result shares
     their buffers.
     """
-    steps = head_pieces(src, dst)
-    targets = list(dst_mesh.devices.flat)
-    slots = {(p.dst, p.dst_box[0][0]): heads[p.box[0][0]] for p in steps.pieces}
-    copying = [slots[p.src, p.src_box[0][0]] for p in steps.fan_outs]
-    copied = jax.device_put(copying, [targets[p.dst] for p in steps.fan_outs])  # no copy on the same device
-    slots |= {(p.dst, p.dst_box[0][0]): a for p, a in zip(steps.fan_outs, copied, strict=True)}
-
-    sharding = NamedSharding(dst_mesh, PartitionSpec(MODEL))
+    landing, fan_outs, sharding = _slots(src, dst, dst_mesh)
+    slots = {slot: heads[head] for slot, head in landing.items()}
+    if fan_outs:
+        copying = [slots[source] for source, _ in fan_outs]
+        copied = jax.device_put(copying, [sharding.mesh.devices.flat[device] for _, (device, _) in fan_outs])
+        slots |= {slot: array for (_, slot), array in zip(fan_outs, copied, strict=True)}  # no copy on the same device
+    shape = (dst.tp, *heads[0].shape[1:])
     return tuple(
-        jax.make_array_from_single_device_arrays(
-            (dst.tp, *heads[0].shape[1:]), sharding, [slots[device, slot] for device in range(dst.tp)]
-        )
+        jax.make_array_from_single_device_arrays(shape, sharding, [slots[device, slot] for device in range(dst.tp)])
         for slot in range(dst.kv_per_device)
     )
+
+
+_Slot = tuple[int, int]  # device of the destination, slot on it
+
+
+@functools.lru_cache(maxsize=64)
+def _slots(
+    src: HeadLayout, dst: HeadLayout, dst_mesh: Mesh
+) -> tuple[dict[_Slot, int], list[tuple[_Slot, _Slot]], NamedSharding]:
+    """The slot where each true head lands, the copies to other slots, (from, to), and the sharding of the result."""
+    steps = head_pieces(src, dst)
+    landing = {(p.dst, p.dst_box[0][0]): p.box[0][0] for p in steps.pieces}
+    fan_outs = [((p.src, p.src_box[0][0]), (p.dst, p.dst_box[0][0])) for p in steps.fan_outs]
+    return landing, fan_outs, NamedSharding(dst_mesh, PartitionSpec(MODEL))
 
 
 def check_layouts(src: HeadLayout, dst: HeadLayout, dst_mesh: Mesh) -> None:

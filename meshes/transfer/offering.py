@@ -82,17 +82,31 @@ class _Staged:
     key: int | None = None  # of the generation that is offered
     due: bool = True  # it is to be put and announced, as soon as it is ready
 
+    def wait(self) -> None:
+        """Blocks until it is computed. In a thread of its own: it may have ended meanwhile."""
+        jax.block_until_ready(self.heads)
+
 
 class OfferingSide:
-    """The pieces that this process offers. `wake` is called when `tick` has something to do."""
+    """The pieces that this process offers. `wake` is called when `tick` has something to do.
+
+    `wait_for` gets what waits for a piece, to call it in another thread and then `tick` (settle.Waiter.wait_for).
+    """
 
     def __init__(
-        self, link: Link, limits: OfferLimits, *, clock: Callable[[], float], wake: Callable[[], None] = lambda: None
+        self,
+        link: Link,
+        limits: OfferLimits,
+        *,
+        clock: Callable[[], float],
+        wake: Callable[[], None] = lambda: None,
+        wait_for: Callable[[Callable[[], object]], None] = lambda wait: None,
     ) -> None:
         self._link = link
         self._limits = limits
         self._clock = clock
         self._wake = wake
+        self._wait_for = wait_for
         self._lock = threading.Lock()
         self._leases = Leases(limits.max_bytes, limits.max_count, clock=clock)
         self._staged: dict[int, _Staged] = {}
@@ -132,8 +146,11 @@ class OfferingSide:
             if (lease := self._leases.grant(nbytes)) is None:
                 return None
             offer = dataclasses.replace(offer, id=lease.id)
-            self._staged[lease.id] = _Staged(list(heads), offer, announce, done, now_s)
-        self._wake()
+            staged = self._staged[lease.id] = _Staged(list(heads), offer, announce, done, now_s)
+        if are_ready(staged.heads):
+            self._wake()
+        else:
+            self._wait_for(staged.wait)
         return lease.id
 
     def again(self, id: int) -> bool:

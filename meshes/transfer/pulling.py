@@ -1,15 +1,18 @@
 """The pulling side of the remote transport: from an offer to arrays that may be given to any program.
 
-    pull ---> QUEUED --room--> PULLING --arrived--> PLACING --settled--> HANDED ON --taken--> (ack)
-                |                 |                    |                     |
-                +--- deadline, abort, revoke, error ---+------ abort --------+----> failed: the caller hears of it once
-
-    a PULLING or PLACING one that failed so: LOST, until its arrays have settled, and then they are thrown away
+    pull ---> QUEUED --room--> PULLING --arrived--> ARRIVED, PLACING --settled--> HANDED ON --taken--> (ack)
+                |                 |                        |                          |
+                +--- deadline, abort, revoke, error -------+--------- abort ----------+----> failed: the caller hears
+                                                                                             of it once
+    one that failed after its start: LOST, until its arrays have settled, and then they are thrown away
 
 The true KV heads of a piece are pulled as the source has cut them, each at once onto the device where the resharding
 plan wants it, so nobody touches their bytes; then they are copied to their other slots. An array that is unready or
 failed would take the whole page pool with it when it meets a donating program, so a piece is handed on only after
 everything has settled, and never after its deadline: what arrives later is thrown away.
+
+The wire is not to wait for this thread: as soon as a piece has arrived the next one is asked for, and only then is the
+first one placed and handed on, which takes as long as a megabyte takes to cross.
 
 Nothing ends a pull but its connection (meshes/transfer/link.py), so the caller gets its answer at the deadline, and the
 memory stays charged until the pull settles: when the peer goes on, when its process ends, or when `drop_peer` says that
@@ -19,36 +22,34 @@ it is gone. `tick` does all of the work, in one thread; the other methods only n
 from __future__ import annotations
 
 import dataclasses
-import enum
 import logging
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 
 import jax
-import jax.numpy as jnp
-from jax.sharding import SingleDeviceSharding
 
-from meshes.transfer.link import Link, Pull
+from meshes.transfer.link import Link
 from meshes.transfer.messages import Ack, Offer, Refuse, Revoke
 from meshes.transfer.meter import Meter
 from meshes.transfer.offering import call
+from meshes.transfer.piece import Cause, Done, Phase, Place, Transfer, TransferFailed, broken, too_late, wanted
 from meshes.transfer.settle import are_ready, ask_again_s, failure
+
+__all__ = ["Cause", "Done", "PullLimits", "PullingSide", "TransferFailed"]
 
 log = logging.getLogger(__name__)
 
 REMEMBERED = 4096  # offers of the past, so that a message that comes twice starts nothing
 ASK_LOST_S = 0.05
 
-Arrays = tuple[jax.Array, ...]
-Place = Callable[[Sequence[jax.Array]], Arrays]
-
 
 @dataclasses.dataclass(frozen=True)
 class PullLimits:
     """How much may be in flight at once, and how long a piece may take, its time in the queue included.
 
-    Bytes are those that cross; copies to other head slots, where KV heads are replicated, come on top.
+    `max_count` pieces are on the wire at most. Bytes are those that cross, of what is there and not yet taken too;
+    copies to other head slots, where KV heads are replicated, come on top.
     """
 
     max_bytes: int
@@ -60,62 +61,29 @@ class PullLimits:
             raise ValueError(f"{self} must have positive limits")
 
 
-class Cause(enum.StrEnum):
-    """Why a piece could not be had."""
-
-    DEADLINE = "deadline"
-    ABORTED = "aborted"
-    REVOKED = "revoked"
-    ERROR = "error"  # of the connection, the peer or the device
-    CLOSED = "closed"
-
-
-class TransferFailed(RuntimeError):
-    """A piece did not arrive; the message says why, `cause` in one word."""
-
-    def __init__(self, cause: Cause, message: str) -> None:
-        super().__init__(message)
-        self.cause = cause
-
-
-Done = Callable[[Arrays | None, TransferFailed | None], None]
-
-
-class _Phase(enum.Enum):
-    QUEUED = enum.auto()
-    PULLING = enum.auto()
-    PLACING = enum.auto()
-    HANDED_ON = enum.auto()
-
-
-@dataclasses.dataclass(eq=False)
-class _Transfer:
-    offer: Offer
-    targets: list[jax.Device]
-    place: Place
-    done: Done
-    limit_s: float
-    ends_s: float
-    phase: _Phase = _Phase.QUEUED
-    began_s: float = 0.0
-    pull: Pull | None = None
-    arrays: Arrays = ()
-    ending: TransferFailed | None = None
-
-
 class PullingSide:
-    """The pieces that this process pulls. `wake` is called when `tick` has something to do."""
+    """The pieces that this process pulls. `wake` is called when `tick` has something to do.
+
+    `wait_for` gets what waits for a piece, to call it in another thread and then `tick` (settle.Waiter.wait_for).
+    """
 
     def __init__(
-        self, link: Link, limits: PullLimits, *, clock: Callable[[], float], wake: Callable[[], None] = lambda: None
+        self,
+        link: Link,
+        limits: PullLimits,
+        *,
+        clock: Callable[[], float],
+        wake: Callable[[], None] = lambda: None,
+        wait_for: Callable[[Callable[[], object]], None] = lambda wait: None,
     ) -> None:
         self._link = link
         self._limits = limits
         self._clock = clock
         self._wake = wake
+        self._wait_for = wait_for
         self._lock = threading.Lock()
-        self._live: dict[int, _Transfer] = {}  # in the order of their offers
-        self._lost: list[_Transfer] = []
+        self._live: dict[int, Transfer] = {}  # in the order of their offers
+        self._lost: list[Transfer] = []
         self._seen: OrderedDict[tuple[int, int], None] = OrderedDict()
         self._closed = False
         self.failures: dict[Cause, int] = dict.fromkeys(Cause, 0)
@@ -148,7 +116,7 @@ class PullingSide:
             self._seen[offer.id, offer.generation] = None
             while len(self._seen) > REMEMBERED:
                 self._seen.popitem(last=False)
-            self._live[offer.id] = _Transfer(offer, list(targets), place, done, limit_s, ends_s)
+            self._live[offer.id] = Transfer(offer, tuple(targets), place, done, offer.nbytes, limit_s, ends_s)
         self._wake()
         return True
 
@@ -156,7 +124,7 @@ class PullingSide:
         """The arrays that were handed on are in the caller's pages; the message for the peer. None: not any more."""
         with self._lock:
             transfer = self._live.get(id)
-            if transfer is None or transfer.phase is not _Phase.HANDED_ON:
+            if transfer is None or transfer.phase is not Phase.HANDED_ON:
                 return None
             del self._live[id]
         self._wake()
@@ -169,7 +137,7 @@ class PullingSide:
             transfer = self._live.get(id)
             if transfer is None or transfer.ending is not None:
                 return None
-            if transfer.phase is _Phase.HANDED_ON:
+            if transfer.phase is Phase.HANDED_ON:
                 del self._live[id]
             else:
                 transfer.ending = failed
@@ -192,21 +160,23 @@ class PullingSide:
 
     def tick(self) -> float | None:
         """Does what is due; returns the seconds until there may be more, None: nothing to wait for. One thread only."""
-        with self._lock:
-            live = list(self._live.values())
-        for transfer in live:
-            self._step(transfer)
+        now = self._clock()
+        with self._lock:  # most are queued or handed on, and nothing is to be done for them
+            due = [t for t in self._live.values() if t.moving or t.ending is not None or now >= t.ends_s]
+        under_way = [transfer for transfer in due if self._arrive(transfer)]
         self._settle_lost()
-        while (queued := self._next()) is not None:
-            self._start(queued)
+        self._start_queued()
+        for transfer in under_way:
+            self._place(transfer)
+        self._start_queued()  # in the room of what was taken
         now = self._clock()
         with self._lock:
             waits = [ASK_LOST_S] * bool(self._lost)
             for transfer in self._live.values():
-                if transfer.phase is _Phase.HANDED_ON:
+                if transfer.phase is Phase.HANDED_ON:
                     continue
                 waits.append(max(transfer.ends_s - now, 0.0))
-                if transfer.phase is not _Phase.QUEUED:
+                if transfer.moving:
                     waits.append(ask_again_s(now - transfer.began_s))
         return min(waits, default=None)
 
@@ -216,7 +186,7 @@ class PullingSide:
             self._closed = True
             live, self._live = list(self._live.values()), {}
         for transfer in live:
-            if transfer.phase is not _Phase.HANDED_ON:
+            if transfer.phase is not Phase.HANDED_ON:
                 self._fail(transfer, TransferFailed(Cause.CLOSED, "the decode side was closed"))
 
     def _fail_soon(self, failed: TransferFailed, meant: Callable[[Offer], bool]) -> int:
@@ -225,7 +195,7 @@ class PullingSide:
             ending = [
                 transfer
                 for transfer in self._live.values()
-                if transfer.phase is not _Phase.HANDED_ON and transfer.ending is None and meant(transfer.offer)
+                if transfer.phase is not Phase.HANDED_ON and transfer.ending is None and meant(transfer.offer)
             ]
             for transfer in ending:
                 transfer.ending = failed
@@ -233,76 +203,88 @@ class PullingSide:
         return len(ending)
 
     def _used(self) -> int:
-        started = [t for t in self._live.values() if t.phase is not _Phase.QUEUED]
-        return sum(t.offer.nbytes for t in (*started, *self._lost))
+        started = [t for t in self._live.values() if t.phase is not Phase.QUEUED]
+        return sum(t.nbytes for t in (*started, *self._lost))
 
-    def _next(self) -> _Transfer | None:
+    def _start_queued(self) -> None:
+        while (queued := self._next()) is not None:
+            self._start(queued)
+
+    def _next(self) -> Transfer | None:
         """The first in the queue, if there is room for it; a piece above the bound may go alone."""
         with self._lock:
-            transfer = next((t for t in self._live.values() if t.phase is _Phase.QUEUED and t.ending is None), None)
+            transfer = next((t for t in self._live.values() if t.phase is Phase.QUEUED and t.ending is None), None)
             if transfer is None:
                 return None
             used = self._used()
-            moving = sum(t.phase in (_Phase.PULLING, _Phase.PLACING) for t in self._live.values()) + len(self._lost)
-            if used and (moving >= self._limits.max_count or used + transfer.offer.nbytes > self._limits.max_bytes):
+            moving = sum(t.phase is Phase.PULLING for t in self._live.values()) + len(self._lost)
+            if used and (moving >= self._limits.max_count or used + transfer.nbytes > self._limits.max_bytes):
                 return None
-            transfer.phase = _Phase.PULLING
+            transfer.phase = Phase.PULLING
             return transfer
 
-    def _start(self, transfer: _Transfer) -> None:
+    def _start(self, transfer: Transfer) -> None:
         offer = transfer.offer
         transfer.began_s = self._clock()
-        wanted = [
-            jax.ShapeDtypeStruct(offer.shape, jnp.dtype(offer.dtype), sharding=SingleDeviceSharding(device))
-            for device in transfer.targets
-        ]
         try:
-            transfer.pull = self._link.pull(offer.address, offer.key, wanted)
+            shapes = wanted(offer.shape, offer.dtype, transfer.targets)
+            transfer.pull = self._link.pull(offer.address, offer.key, shapes)
         except Exception as error:
-            self._drop(transfer, _broken(error))
-
-    def _step(self, transfer: _Transfer) -> None:
-        """Moves one transfer on as far as it goes."""
-        if transfer.phase is _Phase.HANDED_ON:
+            self._drop(transfer, broken(error))
             return
+        self._wait_for(transfer.wait)
+
+    def _arrive(self, transfer: Transfer) -> bool:
+        """Looks at one transfer. False: there is nothing more to do for it now, it waits or has failed."""
+        if transfer.phase is Phase.HANDED_ON:
+            return False
         if transfer.ending is not None:
             self._drop(transfer, transfer.ending)
-            return
+            return False
         if self._clock() >= transfer.ends_s:
-            self._drop(transfer, _too_late(transfer))
-            return
-        if transfer.phase is _Phase.PULLING and transfer.pull is not None and transfer.pull.settled():
+            self._drop(transfer, too_late(transfer))
+            return False
+        if transfer.phase is Phase.PULLING and transfer.pull is not None and transfer.pull.settled():
+            transfer.phase = Phase.ARRIVED
+        return transfer.phase in (Phase.ARRIVED, Phase.PLACING)
+
+    def _place(self, transfer: Transfer) -> None:
+        """Moves one that has arrived on as far as it goes."""
+        if transfer.phase is Phase.ARRIVED:
+            assert transfer.pull is not None
             try:
                 transfer.arrays = transfer.place(transfer.pull.take())
             except Exception as error:  # of the connection, the peer or the copies
-                self._drop(transfer, _broken(error))
+                self._drop(transfer, broken(error))
                 return
-            transfer.phase = _Phase.PLACING
-        if transfer.phase is _Phase.PLACING and are_ready(transfer.arrays):
-            if (broken := failure(transfer.arrays)) is not None:
-                self._drop(transfer, _broken(broken))
+            transfer.phase = Phase.PLACING
+            if not are_ready(transfer.arrays):
+                self._wait_for(transfer.wait)
+        if are_ready(transfer.arrays):
+            if (fault := failure(transfer.arrays)) is not None:
+                self._drop(transfer, broken(fault))
             else:
                 self._hand_on(transfer)
 
-    def _hand_on(self, transfer: _Transfer) -> None:
+    def _hand_on(self, transfer: Transfer) -> None:
         with self._lock:
-            ending = transfer.ending  # asked for since `_step` looked
+            ending = transfer.ending  # asked for since `_arrive` looked
             if ending is None:
-                transfer.phase = _Phase.HANDED_ON
-                self.pulled_bytes += transfer.offer.nbytes
+                transfer.phase = Phase.HANDED_ON
+                self.pulled_bytes += transfer.nbytes
         if ending is not None:
             self._drop(transfer, ending)
             return
-        self.cost.record(transfer.offer.nbytes, self._clock() - transfer.began_s)
+        self.cost.record(transfer.nbytes, self._clock() - transfer.began_s)
         arrays, transfer.arrays, transfer.pull = transfer.arrays, (), None
         call(transfer.done, arrays, None)
 
-    def _drop(self, transfer: _Transfer, failed: TransferFailed) -> None:
+    def _drop(self, transfer: Transfer, failed: TransferFailed) -> None:
         with self._lock:
             self._live.pop(transfer.offer.id, None)
         self._fail(transfer, failed)
 
-    def _fail(self, transfer: _Transfer, failed: TransferFailed) -> None:
+    def _fail(self, transfer: Transfer, failed: TransferFailed) -> None:
         with self._lock:
             self.failures[failed.cause] += 1
             if transfer.pull is not None and not (transfer.pull.settled() and are_ready(transfer.arrays)):
@@ -316,20 +298,4 @@ class PullingSide:
                 assert transfer.pull is not None
                 if transfer.pull.settled() and are_ready(transfer.arrays):
                     self._lost.remove(transfer)
-                    self.late_bytes += transfer.offer.nbytes
-
-
-def _too_late(transfer: _Transfer) -> TransferFailed:
-    offer = transfer.offer
-    doing = "waited for its turn" if transfer.phase is _Phase.QUEUED else "was under way"
-    return TransferFailed(
-        Cause.DEADLINE,
-        f"a piece of {offer.nbytes} bytes from {offer.address} {doing} and did not arrive within {transfer.limit_s} s "
-        f"(its lease is {offer.lease_s} s)",
-    )
-
-
-def _broken(error: Exception) -> TransferFailed:
-    failed = TransferFailed(Cause.ERROR, f"{type(error).__name__}: {error}")
-    failed.__cause__ = error
-    return failed
+                    self.late_bytes += transfer.nbytes

@@ -23,7 +23,8 @@ A transport is for one pair of processes: a peer that is stopped in the middle o
 that it pulls from, and whoever else would pull from it. When a peer is given up, close its transport; when it comes
 back, make a new one. The bounds of several transports add up.
 
-One thread does the work of both sides (their `tick`); callers never wait. It calls back outside all locks.
+One thread does the work of both sides (their `tick`); callers never wait. It calls back outside all locks. Others wait
+for arrays and wake it (settle.Waiter, one for each side that has something to do); it goes on where they are stuck.
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ from meshes.transfer.offering import Announce, OfferingSide, OfferLimits
 from meshes.transfer.offering import Done as OfferDone
 from meshes.transfer.pulling import Done as PullDone
 from meshes.transfer.pulling import PullingSide, PullLimits
+from meshes.transfer.settle import Waiter
 
 log = logging.getLogger(__name__)
 
@@ -63,8 +65,10 @@ class RemoteTransport:
         self._news = threading.Condition()
         self._woken = False
         self._closing = False
-        self.offering = OfferingSide(link, offers, clock=clock, wake=self._wake)
-        self.pulling = PullingSide(link, pulls, clock=clock, wake=self._wake)
+        self._waiters = [Waiter(self._wake, name) for name in ("jaxpd-remote-staged", "jaxpd-remote-pulled")]
+        computed, arrived = (waiter.wait_for for waiter in self._waiters)
+        self.offering = OfferingSide(link, offers, clock=clock, wake=self._wake, wait_for=computed)
+        self.pulling = PullingSide(link, pulls, clock=clock, wake=self._wake, wait_for=arrived)
         self._thread = threading.Thread(target=self._run, name="jaxpd-remote", daemon=True)
         self._thread.start()
 
@@ -127,3 +131,5 @@ class RemoteTransport:
             self.offering.close()
             self.pulling.close()
             self._link.close()
+            for waiter in self._waiters:
+                waiter.close()

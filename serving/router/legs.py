@@ -159,6 +159,9 @@ class Legs:
             return []
         ids = event.token_ids[known:]
         logprobs = None if event.logprobs is None else event.logprobs[known:]
+        scores = event.prompt_logprobs
+        if scores is None and have == sample.index == 0 and self.request.params.prompt_logprobs is not None:
+            scores = ()  # a prompt of one token has none, and nothing is what crosses for no scores
         sample.tokens.extend(ids)
         sample.times.extend([now_s] * len(ids))
         new = TokensEvent(
@@ -166,7 +169,7 @@ class Legs:
             first_index=have,
             token_ids=ids,
             logprobs=logprobs,
-            prompt_logprobs=event.prompt_logprobs,
+            prompt_logprobs=scores,
             sample=sample.index,
         )
         return [Deliver(event=new)]

@@ -69,6 +69,11 @@ class FakePull:
     def settled(self) -> bool:
         return self.arrays is not None or self.error is not None
 
+    def wait(self) -> None:
+        assert self.settled(), "this would hang"
+        if self.error is not None:
+            raise self.error
+
     def take(self) -> list[Any]:
         self.taken += 1
         if self.error is not None:

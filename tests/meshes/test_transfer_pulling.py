@@ -139,6 +139,48 @@ def test_their_number_is_bounded() -> None:
     assert s.started() == [1, 2, 3], "what was handed on is no longer on the wire"
 
 
+def test_the_wire_does_not_wait_for_what_is_done_with_a_piece() -> None:
+    s = Side(max_count=1)
+    copy = FakeArray(ready=False)
+    begun: list[list[int]] = []
+
+    def place(arrays: Sequence[Any]) -> tuple[Any, ...]:
+        begun.append(s.started())
+        return (*arrays, copy)
+
+    s.pull(1, place=place)
+    s.pull(2)
+    s.side.tick()
+    assert s.started() == [1]
+    s.of(1).arrive()
+    s.side.tick()
+    assert begun == [[1, 2]], "the next one was asked for before the first was placed"
+    copy.ready = True
+    s.of(2).arrive()
+    s.side.tick()
+    assert sorted(s.got) == [1, 2]
+
+
+def test_who_waits_is_given_what_to_wait_for() -> None:
+    s, waits = Side(), list[Callable[[], object]]()
+    s.side = PullingSide(s.link, PullLimits(100 * NBYTES), clock=s.clock, wait_for=waits.append)
+    copy = FakeArray(ready=False)
+    s.pull(1, place=lambda arrays: (*arrays, copy))
+    s.side.tick()
+    assert len(waits) == 1, "the pull"
+    s.of(1).arrive()
+    waits.pop()()
+    s.side.tick()
+    assert len(waits) == 1, "the copies"
+    copy.ready = True
+    waits[0]()
+    s.side.tick()
+    assert list(s.got) == [1]
+    s.side.taken(1)
+    s.got.clear()
+    waits.pop()()  # its turn comes late: there is nothing left to wait for, and no error
+
+
 def test_one_that_is_larger_than_the_bound_goes_alone() -> None:
     s = Side(pieces=0.5)
     s.pull(1)
