@@ -67,9 +67,19 @@ class Pod:
             arguments[index] = argument
         return arguments
 
+    def flags(self, name: str) -> list[str]:
+        """The values of each `name=value`."""
+        return [word.partition("=")[2] for word in self.command if word.startswith(f"{name}=")]
+
     def flag(self, name: str) -> str | None:
-        """The value of `--name=value`."""
-        return next((word.partition("=")[2] for word in self.command if word.startswith(f"{name}=")), None)
+        """The value of `name=value`; None where it is not given."""
+        return next(iter(self.flags(name)), None)
+
+    @property
+    def follows(self) -> bool:
+        """Whether it is a process of a mesh over several pods, and not the first one."""
+        group = self.owner["spec"].get("leaderWorkerTemplate", {})
+        return self.template is group.get("workerTemplate")
 
 
 def read(file: pathlib.Path) -> list[Document]:

@@ -126,8 +126,15 @@ def test_the_gateway_reaches_what_it_names(platform: str) -> None:
         assert f"{backend['kind']}/{backend['name']}" in documents
     arguments = next(p for p in pods_of(list(documents.values())) if not p.component).container["args"]
     assert f"--pool-name={documents['InferencePool/jaxpd']['metadata']['name']}" in arguments
-    monitor = documents["PodMonitor/jaxpd-router"]["spec"]
+    monitor = documents["PodMonitor/jaxpd"]["spec"]
     assert {e["port"] for e in monitor["podMetricsEndpoints"]} <= {p["name"] for p in router.container["ports"]}
+
+
+@pytest.mark.parametrize("pod", PODS)
+def test_metrics_are_where_the_annotations_say(pod: Pod) -> None:
+    annotations = pod.template["metadata"].get("annotations", {})
+    ports = {entry["name"]: str(entry["containerPort"]) for entry in pod.container["ports"]}
+    assert annotations.get("prometheus.io/port") == ports.get("http") == (None if pod.follows else pod.flag("--port"))
 
 
 @pytest.mark.parametrize("pod", PODS)

@@ -42,8 +42,8 @@ def test_every_process_gets_the_files_and_a_probe_that_shows_them(platform: str,
     pods = pods_with_tls(platform, tmp_path)
     assert {pod.component for pod in pods} == {"router", "prefill", "decode"}
     for pod in pods:
-        if pod.component != "router" and pod.flag("--listen") is None:
-            continue  # a follower has no control port
+        if pod.follows:
+            continue  # it has no control port
         volumes = {volume["name"]: volume for volume in pod.template["spec"]["volumes"]}
         mounts = {mount["mountPath"]: volumes[mount["name"]] for mount in pod.container["volumeMounts"]}
         assert mounts["/etc/jaxpd/tls"]["secret"]["secretName"] == "jaxpd-tls"
@@ -54,12 +54,16 @@ def test_every_process_gets_the_files_and_a_probe_that_shows_them(platform: str,
         assert f"DNS:*.{domain}," in PAGE
         if pod.component != "router":
             assert pod.flag("--listen") == f"jaxpd-{pod.component}-0.{domain}:7100"
+        ports = {entry["name"]: entry["containerPort"] for entry in pod.container["ports"]}
         for name in ("startupProbe", "readinessProbe", "livenessProbe"):
             probe = pod.container[name]
-            assert "grpc" not in probe and "httpGet" not in probe
-            *python, port, _, where = probe["exec"]["command"]
-            assert python == ["python", f"/etc/jaxpd/probe/{PROBE.name}"] and where == domain
-            assert int(port) in {entry["containerPort"] for entry in pod.container["ports"]}
+            assert "grpc" not in probe
+            if pod.component == "router":
+                *python, port, _, where = probe["exec"]["command"]
+                assert python == ["python", f"/etc/jaxpd/probe/{PROBE.name}"] and where == domain
+                assert "/etc/jaxpd/probe" in mounts and int(port) in ports.values()
+            else:
+                assert probe["httpGet"]["scheme"] == "HTTPS" and probe["httpGet"]["port"] in ports
 
 
 @pytest.mark.parametrize("platform", PLATFORMS)

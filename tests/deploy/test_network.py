@@ -12,6 +12,7 @@ WORKERS = {"prefill", "decode"}
 ALLOWED: dict[tuple[str, str], set[int]] = {
     ("clients", "router"): {8000, 50051},
     ("monitoring", "router"): {8000},
+    **{("monitoring", role): {8001} for role in WORKERS},
     **{(role, "router"): {7000, 8000, 50051} for role in WORKERS},
     **{("router", role): {7100} for role in WORKERS},
     **{(here, there): {7100} | TRANSFER for here in WORKERS for there in WORKERS},
@@ -76,8 +77,7 @@ def test_every_port_of_a_policy_is_listened_on(platform: str) -> None:
                 wanted = set(range(port["port"], port.get("endPort", port["port"]) + 1))
                 for pod in targets:
                     declared = {entry["containerPort"] for entry in pod.container["ports"]}
-                    follower = pod.component == "prefill" and pod.flag("--listen") is None
-                    assert follower or wanted <= ports_of(pod) | declared, (name_of(document), name_of(pod.owner))
+                    assert wanted <= ports_of(pod) | declared, (name_of(document), name_of(pod.owner))
 
 
 @pytest.mark.parametrize("platform", PLATFORMS)
@@ -109,12 +109,11 @@ def test_workers_find_the_routers(platform: str) -> None:
     documents = documents_of(platform)
     services = {d["metadata"]["name"]: d["spec"] for d in documents if d["kind"] == "Service"}
     for pod in pods_of(documents):
-        router = pod.flag("--router")
-        if router is None:
+        if pod.component not in WORKERS:
             continue
         owner = next(pod.owner for pod in pods_of(documents) if pod.component == "router")
         hosts = set()
-        for address in router.split(","):
+        for address in pod.flags("--router"):
             host, _, port = address.rpartition(":")
             name, service, namespace, suffix = host.split(".")
             assert (service, namespace, suffix) == (owner["spec"]["serviceName"], "jaxpd", "svc")

@@ -1,4 +1,4 @@
-"""Asks the process of this pod how it is, over mutual TLS, which Kubernetes' own gRPC probe does not speak.
+"""Asks the router of this pod how it is, over mutual TLS, which Kubernetes' own probes do not speak.
 
     python probe.py PORT SERVICE DOMAIN
 
