@@ -14,7 +14,7 @@ from jaxpd.errors import HandoffFailed, InvalidArgument
 from jaxpd.remote.messages import FirstToken, Message, NotReserved, Piece, Reserve, Reserved
 from jaxpd.request import DecodeLeg, FinishReason, PrefillLeg, Request, SamplingParams, TokensEvent
 from jaxpd.structured import StructuredOutput
-from meshes.transfer.messages import Ack
+from meshes.transfer.messages import Ack, Refuse
 from tests.jaxpd.remote.pair import Pair
 
 TINY = pathlib.Path(__file__).parents[2] / "data" / "tiny" / "smollm2"
@@ -216,6 +216,19 @@ def test_a_pull_that_fails_ends_the_request_here_and_there(pair: Pair, monkeypat
     pair.settle()
     monkeypatch.undo()
     assert len(pair.generate("next after a failed pull", [13, *LONG], max_tokens=4)) == 4
+    pair.settle()
+
+
+def test_a_piece_that_comes_too_late_is_refused(pair: Pair) -> None:
+    held = hold(pair.to_decode, Piece)
+    pair.submit("too late", [14, *LONG], max_tokens=4)
+    until(lambda: held)
+    pair.decode.abort("too late")
+    late = held[0]
+    assert isinstance(late, Piece)
+    pair.decode.side.received(pair.to_prefill, late)
+    assert [m.id for m in pair.to_prefill.sent[-1:] if isinstance(m, Refuse)] == [late.offers[0].id]
+    pair.prefill.abort("too late")
     pair.settle()
 
 
