@@ -169,7 +169,7 @@ def test_what_the_caches_have_of_the_answer_is_not_computed_again(place: str, st
 @pytest.mark.heavy
 def test_only_pages_that_the_decode_replica_lacks_cross(started: Started, monkeypatch: pytest.MonkeyPatch) -> None:
     running = start(started, "disaggregated")
-    [decode] = running.engine._reservations.decode
+    [decode] = running.engine._mover.reservations.decode
     crossed: list[tuple[int, int]] = []
     piece = decode.piece
 
@@ -224,7 +224,7 @@ def test_what_was_said_counts_where_a_prompt_is_worth_a_hand_off(started: Starte
 def test_one_chunk_stays_one_where_the_hit_is_longer_than_the_prompt(started: Started) -> None:
     """A prompt is cut to hide its hand-off only behind chunks that are computed."""
     running = start(started, "disaggregated")
-    [pool] = running.engine._reservations.prefill
+    [pool] = running.engine._mover.reservations.prefill
     prompt = [13, *LONG["prompt_ids"][:90]]
     running.submit("before", prompt, max_tokens=32, outputs=(5,) * 30)  # 7 full pages
     running.wait()

@@ -289,7 +289,8 @@ def at_stage(pair: Pair, stage: str, name: str) -> None:
     pair.submit(name, prompt, max_tokens=40)
     until(lambda: held)
     if stage == "transfer":
-        until(lambda: any(isinstance(m, FirstToken) for m in pair.to_decode.sent[-8:]))
+        [handoff] = {m.handoff for m in held if isinstance(m, Piece)}
+        until(lambda: any(isinstance(m, FirstToken) and m.handoff == handoff for m in pair.to_decode.sent))
 
 
 STAGES = ("expected", "asking", "reserved", "transfer", "before first decode", "decoding")
