@@ -14,7 +14,7 @@ COPY --from=build /opt/jaxpd /opt/jaxpd
 ENV NVIDIA_VISIBLE_DEVICES=all NVIDIA_DRIVER_CAPABILITIES=compute,utility
 # Built-in models and, without --compile-cache, compiled programs go to /cache/jaxpd: mount a volume there.
 RUN install -d -o 10001 -g 10001 /cache
-ENV PATH=/opt/jaxpd/bin:$PATH XDG_CACHE_HOME=/cache PYTHONUNBUFFERED=1
+ENV PATH=/opt/jaxpd/bin:$PATH XDG_CACHE_HOME=/cache HOME=/tmp PYTHONUNBUFFERED=1
 USER 10001:10001
 # A router and a worker are asked in different ways (docs/deploy.md has both commands), and Kubernetes asks itself.
 HEALTHCHECK NONE

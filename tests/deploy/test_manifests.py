@@ -16,6 +16,7 @@ from tests.deploy.manifests import (
     ADDITIONS,
     KUBERNETES,
     PLATFORMS,
+    ROOT,
     Document,
     Pod,
     documents_of,
@@ -80,7 +81,7 @@ def test_every_file_is_applied_by_some_kustomization() -> None:
     assert applied == set(FILES)
     (component,) = read(COMPONENT / "kustomization.yaml")
     assert {patch["path"] for patch in component["patches"]} == {file.name for file in COMPONENT.glob("*.patch.yaml")}
-    assert {folder.name for folder in KUSTOMIZATIONS} == {*PLATFORMS, *ADDITIONS, "base", "storage", "mtls"}
+    assert {folder.name for folder in KUSTOMIZATIONS} == {*PLATFORMS, *ADDITIONS, "base", "storage", "copier", "mtls"}
 
 
 @pytest.mark.parametrize("platform", PLATFORMS)
@@ -159,11 +160,25 @@ def test_claims_and_secrets_exist(platform: str) -> None:
     used = [volume for pod in pods_of(documents) for volume in pod.template["spec"]["volumes"]]
     assert {v["persistentVolumeClaim"]["claimName"] for v in used if "persistentVolumeClaim" in v} == claims
     assert {v["configMap"]["name"] for v in used if "configMap" in v} == maps
-    made = (KUBERNETES.parent.parent / "docs" / "deploy.md").read_text(encoding="utf-8")
+    made = (ROOT / "docs" / "deploy.md").read_text(encoding="utf-8")
     for secret in {v["secret"]["secretName"] for v in used if "secret" in v}:
         assert f"create secret generic {secret} --from-file=secret=" in made
     # Nobody's secret is in the repository.
     assert not [d for d in documents if d["kind"] == "Secret"]
+
+
+def test_the_copier_has_the_volume_that_workers_read() -> None:
+    documents = [document for file in files_of(KUBERNETES / "copier") for document in read(file)]
+    (copier,) = [document["spec"] for document in documents if document["kind"] == "Pod"]
+    workers = [p for p in pods_of(documents_of("gpu")) if p.component in ("prefill", "decode")]
+    for worker in workers:
+        volumes = {volume["name"]: volume for volume in worker.template["spec"]["volumes"]}
+        mounts = {mount["name"]: mount["mountPath"] for mount in worker.container["volumeMounts"]}
+        (volume,) = copier["volumes"]
+        (mount,) = copier["containers"][0]["volumeMounts"]
+        claim = volumes["models"]["persistentVolumeClaim"]["claimName"]
+        assert (volume["persistentVolumeClaim"]["claimName"], mount["mountPath"]) == (claim, mounts["models"])
+    assert f"copier:{mount['mountPath']}/model\n" in (ROOT / "docs" / "deploy.md").read_text("utf-8")
 
 
 @pytest.mark.parametrize("pod", PODS)
@@ -199,12 +214,13 @@ def test_a_mesh_has_as_many_devices_as_its_pods(pod: Pod) -> None:
 def without_images(documents: list[Document]) -> list[str]:
     """In an order and without what kustomizations change."""
     documents = copy.deepcopy(documents)
-    for pod in pods_of(documents):
-        pod.container.pop("image")
+    specs = [pod.template["spec"] for pod in pods_of(documents)]
+    for spec in specs + [document["spec"] for document in documents if document["kind"] == "Pod"]:
+        spec["containers"][0].pop("image")
     return sorted(json.dumps(document, sort_keys=True) for document in documents)
 
 
-@pytest.mark.parametrize("name", [*PLATFORMS, *ADDITIONS])
+@pytest.mark.parametrize("name", [*PLATFORMS, *ADDITIONS, "copier"])
 def test_kustomize_renders_what_the_other_tests_read(name: str) -> None:
     folder = KUBERNETES / name
     documents = rendered(folder)
@@ -222,4 +238,5 @@ def test_versions_of_images_are_ours() -> None:
         named = {image["name"] for image in kustomization["images"]}
         assert named == {pod.container["image"] for pod in pods_of(documents_of(platform)) if pod.component}
         images += kustomization["images"]
+    images += read(KUBERNETES / "copier" / "kustomization.yaml")[0]["images"]
     assert {image["newTag"] for image in images} == {__version__}
