@@ -81,6 +81,25 @@ class TransferFailed(RuntimeError):
 Done = Callable[[Arrays | None, TransferFailed | None], None]
 
 
+class _Pulls:
+    """A `Pull` of one piece, made of one from each of its sources: there when all are there."""
+
+    def __init__(self) -> None:
+        self._parts: list[tuple[tuple[int, ...], Pull]] = []
+
+    def add(self, heads: tuple[int, ...], pull: Pull) -> None:
+        self._parts.append((heads, pull))
+
+    def settled(self) -> bool:
+        return all(pull.settled() for _, pull in self._parts)
+
+    def take(self) -> list[jax.Array]:
+        """All true KV heads in order."""
+        taken = [(heads, pull.take()) for heads, pull in self._parts]
+        by_head = {head: array for heads, arrays in taken for head, array in zip(heads, arrays, strict=True)}
+        return [by_head[head] for head in range(len(by_head))]
+
+
 class _Phase(enum.Enum):
     QUEUED = enum.auto()
     PULLING = enum.auto()
@@ -116,6 +135,7 @@ class PullingSide:
         self._lock = threading.Lock()
         self._live: dict[int, _Transfer] = {}  # in the order of their offers
         self._lost: list[_Transfer] = []
+        self._others: dict[str, set[str]] = {}  # of the processes of one worker, by the address of its first
         self._seen: OrderedDict[tuple[int, int], None] = OrderedDict()
         self._closed = False
         self.failures: dict[Cause, int] = dict.fromkeys(Cause, 0)
@@ -148,6 +168,8 @@ class PullingSide:
             self._seen[offer.id, offer.generation] = None
             while len(self._seen) > REMEMBERED:
                 self._seen.popitem(last=False)
+            if offer.elsewhere:
+                self._others.setdefault(offer.address, set()).update(source.address for source in offer.elsewhere)
             self._live[offer.id] = _Transfer(offer, list(targets), place, done, limit_s, ends_s)
         self._wake()
         return True
@@ -188,7 +210,10 @@ class PullingSide:
         """
         failed = TransferFailed(Cause.ERROR, f"the prefill side at {address} is gone")
         self._fail_soon(failed, lambda offer: offer.address == address)
-        self._link.cut(address)
+        with self._lock:
+            others = self._others.pop(address, set())
+        for gone in (address, *sorted(others)):
+            self._link.cut(gone)
 
     def tick(self) -> float | None:
         """Does what is due; returns the seconds until there may be more, None: nothing to wait for. One thread only."""
@@ -256,8 +281,11 @@ class PullingSide:
             jax.ShapeDtypeStruct(offer.shape, jnp.dtype(offer.dtype), sharding=SingleDeviceSharding(device))
             for device in transfer.targets
         ]
+        transfer.pull = pulls = _Pulls()
         try:
-            transfer.pull = self._link.pull(offer.address, offer.key, wanted)
+            for source in offer.sources:
+                pull = self._link.pull(source.address, source.key, [wanted[head] for head in source.heads])
+                pulls.add(source.heads, pull)
         except Exception as error:
             self._drop(transfer, _broken(error))
 
