@@ -149,7 +149,7 @@ def measure_chunks(args: argparse.Namespace) -> list[dict[str, Any]]:
 
     names = (ONE_PIECE, CHUNKS, SMALL_LAST)
     expected = [send(name)[1] for name in names][0]  # also warms all of them up
-    transport, meters = engine._transport, {link: Meter() for link in args.links}
+    transport, meters = engine.transport, {link: Meter() for link in args.links}
     runs: Runs = {}
     for link, name in in_turns(args.rounds, args.links, names):
         transport.cost = meters[link]

@@ -17,6 +17,7 @@ MODES = (DISAGGREGATED, *SHARED_MODES)
 NEVER = "never"
 KERNELS = (AUTO, *NAMES)
 DTYPES = ("float32", "bfloat16")
+ROLES = ("prefill", "decode")  # of an engine that does only that
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -24,7 +25,8 @@ class EngineConfig:
     """What a user may set. Counts are per replica, `kv_memory` is bytes per device."""
 
     mode: str | None = None
-    mesh: str | None = None  # of the one pool of the modes that share it
+    role: str | None = None  # one of ROLES: the engine of a worker that hands over to others, with one pool on `mesh`
+    mesh: str | None = None  # of the one pool of the modes that share it, or of the role
     prefill_mesh: str | None = None
     decode_mesh: str | None = None
     max_model_len: int | None = None
@@ -73,6 +75,9 @@ class EngineConfig:
     def _check_mode(self) -> None:
         if self.mode is not None and self.mode not in MODES:
             raise InvalidArgument(f"--mode {self.mode} must be one of {', '.join(MODES)}", field="mode")
+        if self.role is not None:
+            self._check_role()
+            return
         if self.mesh is not None and self.mode not in SHARED_MODES:
             raise InvalidArgument(
                 f"--mesh {self.mesh} is for one pool that prefills and decodes: choose --mode "
@@ -87,6 +92,23 @@ class EngineConfig:
                     "and decodes, give its mesh with --mesh",
                     field=f"{role}_mesh",
                 )
+
+    def _check_role(self) -> None:
+        if self.role not in ROLES:
+            raise InvalidArgument(f"role {self.role} must be one of {', '.join(ROLES)}", field="role")
+        for field in ("mode", "prefill_mesh", "decode_mesh"):
+            if (value := getattr(self, field)) is not None:
+                raise InvalidArgument(
+                    f"--{field.replace('_', '-')} {value} is for a process that does both: a {self.role} worker has "
+                    "one mesh, give it with --mesh",
+                    field=field,
+                )
+        if self.local_prefill != NEVER:
+            raise InvalidArgument(
+                f"--local-prefill {self.local_prefill} is for a process that does both; leave it out for a "
+                f"{self.role} worker",
+                field="local_prefill",
+            )
 
     def _check_local_prefill(self) -> None:
         asked = self.local_prefill

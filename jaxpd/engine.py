@@ -10,7 +10,9 @@ The path of a request, by who has it:
     decode   one token per step                                                  jaxpd/pool.py
     finish   everything freed, one FinishEvent                                   this file
 
-In the modes that share one mesh a mixed pool does both: one reservation, no offer and no accept.
+In the modes that share one mesh a mixed pool does both: one reservation, no offer and no accept. An engine of role
+prefill or decode (a worker's) has pools of that role alone, and hands over to engines elsewhere (jaxpd/remote/). What
+differs is all in its `Mover`.
 
 A sequence ends in exactly one place, `finish`, and whatever it owned is free when its `FinishEvent` is out.
 """
@@ -26,23 +28,33 @@ from collections.abc import Callable
 from jaxpd.cache.keys import Chain
 from jaxpd.checkpoints.source import Checkpoint
 from jaxpd.config import EngineConfig
-from jaxpd.errors import Internal, InvalidArgument, JaxpdError, NotFound, ResourceExhausted, Unavailable
+from jaxpd.errors import (
+    FailedPrecondition,
+    Internal,
+    InvalidArgument,
+    JaxpdError,
+    NotFound,
+    ResourceExhausted,
+    Unavailable,
+)
 from jaxpd.grammar import Grammar, GrammarCompiler
 from jaxpd.handoff import Chunk
+from jaxpd.in_process import InProcess
 from jaxpd.life import Stage
 from jaxpd.limits import Limits
-from jaxpd.models.layout import ModelLayout
+from jaxpd.mover import Mover
 from jaxpd.policies.chunking import Costs
 from jaxpd.pool import Pool
 from jaxpd.progress import Progress, SilentProgress, TimedProgress
-from jaxpd.request import MAX_SEED, Event, FinishEvent, FinishReason, Request, Usage
-from jaxpd.reservation import Reservations
+from jaxpd.remote.decode import DecodeSide
+from jaxpd.remote.messages import Side
+from jaxpd.remote.prefill import PrefillSide
+from jaxpd.request import MAX_SEED, Event, FinishEvent, FinishReason, Leg, Request, Usage
 from jaxpd.sequence import Sequence, State
 from jaxpd.startup import Placement, build_pools, place
 from jaxpd.stats import EngineStats, read_engine
 from jaxpd.watchdog import Watchdog
-from meshes.sharding import replica_mesh
-from meshes.transfer.in_process import InProcessTransport, Staging
+from meshes.transfer.in_process import InProcessTransport
 
 log = logging.getLogger(__name__)
 
@@ -74,9 +86,9 @@ class Engine:
         self._watchdog: Watchdog | None = None
         self._grammar_lock = threading.Lock()
         self._grammar_compiler: GrammarCompiler | None = None
-        self._reservations: Reservations
-        staged = max((p.kv_bytes * p.spec.tp for p in self.limits.prefill), default=0)
-        self._transport = InProcessTransport(max_staging_bytes=staged)
+        self._staging_limit = max((p.kv_bytes * p.spec.tp for p in self.limits.prefill), default=0)
+        self._mover: Mover
+        self._side: PrefillSide | DecodeSide | None = None
 
     @property
     def limits(self) -> Limits:
@@ -88,15 +100,32 @@ class Engine:
         """How prefill and decode share the hardware; one of `jaxpd.config.MODES`."""
         return self._placement.mode
 
+    @property
+    def role(self) -> str:
+        """prefill or decode for an engine that does only that, mixed for one that serves requests whole."""
+        return self.config.role or "mixed"
+
+    @property
+    def side(self) -> Side:
+        """Its end of hand-offs with other processes. Raises FailedPrecondition for one that has none."""
+        if self._side is None:
+            raise FailedPrecondition("an engine that serves requests whole, or has not started, has no peers")
+        return self._side
+
+    @property
+    def transport(self) -> InProcessTransport:
+        """What moves KV between its own pools, to be measured. Raises FailedPrecondition for one that moves none."""
+        if not isinstance(self._mover, InProcess):
+            raise FailedPrecondition(f"an engine of role {self.role} hands over to other processes")
+        return self._mover.transport
+
     # life ---------------------------------------------------------------------------------------------------------
 
     def start(self) -> None:
         """Loads weights, compiles every program and starts the pools. Blocking; after it the engine is ready."""
         began_s = time.monotonic()
         self._pools = build_pools(self._placement, self.checkpoint, self.config, owner=self, progress=self._progress)
-        decode = [pool for pool in self._pools if pool.role == "decode"]
-        start = [pool for pool in self._pools if pool.role != "decode"]
-        self._reservations = Reservations(self.limits, start, decode, self._transport)
+        self._mover = self._make_mover(self._pools)
         for pool in self._pools:
             pool.start()
         self._watchdog = Watchdog(self._pools, self.config.step_timeout_s, self._answer_all)
@@ -104,6 +133,15 @@ class Engine:
         self._progress.seconds["start"] = time.monotonic() - began_s
         with self._lock:
             self._state = "ready"
+
+    def _make_mover(self, pools: list[Pool]) -> Mover:
+        if self.config.role == "prefill":
+            self._side = PrefillSide(self, self.limits, pools, max_staging_bytes=self._staging_limit)
+        elif self.config.role == "decode":
+            self._side = DecodeSide(self, self.limits, pools)
+        else:
+            return InProcess(self, self.limits, pools, InProcessTransport(max_staging_bytes=self._staging_limit))
+        return self._side
 
     def drain(self, timeout_s: float) -> bool:
         """Admits nothing more and waits for what runs; False when requests are left after `timeout_s`."""
@@ -122,19 +160,22 @@ class Engine:
             self._idle.wait_for(lambda: not self._registry, timeout=60.0)
         if self._watchdog is not None:
             self._watchdog.close()
-        self._transport.close()
+        if self._pools:
+            self._mover.close()
         while self._pools:
             self._pools.pop().close()
         # Whoever still holds the engine must not hold weights and pages with it; pools and engine know each other, so
         # that only the collector ends them.
-        self._watchdog = None
-        self._reservations = Reservations(self.limits, [], [], self._transport)
+        self._watchdog = self._side = None
+        self._mover = self._make_mover([])
         gc.collect()
 
     # requests -----------------------------------------------------------------------------------------------------
 
-    def submit(self, request: Request) -> None:
+    def submit(self, request: Request, leg: Leg | None = None) -> None:
         """Queues a request. Raises InvalidArgument, ResourceExhausted (queue full) or Unavailable (not ready).
+
+        `leg`: what an engine of role prefill or decode is to do of it, and with whom.
 
         Of `n` samples the first computes the prompt; the others start when that is done, and find it in the caches
         (without a prefix cache, in what the first one leaves there for them alone). A grammar is compiled here, in the
@@ -143,12 +184,12 @@ class Engine:
         request.validate(vocab_size=self.checkpoint.config.vocab_size, max_model_len=self.limits.max_model_len)
         grammar = None if request.params.structured is None else self._grammars().compile(request.params.structured)
         samples = [self._sequence(request, i, grammar) for i in range(request.params.n)]
-        samples[0].siblings = samples[1:]
         with self._lock:
-            if self._state != "ready":
-                raise Unavailable(f"the engine is {self._state}")
-            roles = (self._reservations.prefill, self._reservations.decode)
-            if any(pools and all(pool.given_up for pool in pools) for pools in roles):
+            self._check_ready()
+        self._mover.check(samples, leg)
+        with self._lock:
+            self._check_ready()
+            if self._mover.given_up():
                 raise Unavailable("no pool answers: a device step does not end (the server's log has the stacks)")
             if request.request_id in self._registry:
                 raise InvalidArgument(
@@ -161,7 +202,11 @@ class Engine:
                     "(--max-queued-requests); try again later"
                 )
             self._registry[request.request_id] = dict(enumerate(samples))
-        self._route(samples[0])
+        self._mover.begin(samples, leg)
+
+    def _check_ready(self) -> None:
+        if self._state != "ready":
+            raise Unavailable(f"the engine is {self._state}")
 
     def _grammars(self) -> GrammarCompiler:
         with self._grammar_lock:
@@ -187,9 +232,6 @@ class Engine:
             grammar=None if grammar is None else grammar.new_state(),
         )
 
-    def _route(self, seq: Sequence) -> None:
-        self._reservations.route(seq).submit(seq)
-
     def abort(self, request_id: str, *, sample: int | None = None) -> bool:
         """Ends a request, or one sample of it, in whatever state it is; False when there is none. Idempotent."""
         with self._lock:
@@ -202,8 +244,8 @@ class Engine:
             seq.abort_requested = True
         for seq in held:  # no pool has it yet
             self.emit(self.finish(seq, FinishReason.ABORT))
-        for pool in self._pools:
-            pool.wake()
+        self._mover.aborting([seq for seq in ending if seq not in held])
+        self.wake()
         return bool(ending)
 
     def _answer_all(self, pool: Pool, seconds: float) -> None:
@@ -211,15 +253,9 @@ class Engine:
         error = Internal(f"a device step has not ended for {seconds:.0f} s (--step-timeout); the request is given up")
         for seq in pool.everyone():
             self.emit(self.finish(seq, FinishReason.ERROR, error=error))
-        decode = self._reservations.decode
-        if pool not in decode or not all(other.given_up for other in decode):
-            return
-        with self._lock:  # nobody will reserve for those that wait; their pools are well and end them
+        with self._lock:
             waiting = [s for live in self._registry.values() for s in live.values() if s.state is State.QUEUED]
-        for seq in waiting:
-            seq.failure, seq.abort_requested = error, True
-        for other in self._pools:
-            other.wake()
+        self._mover.pool_given_up(pool, error, waiting)
 
     def stats(self) -> EngineStats:
         """Requests by state, free pages and slots, staged bytes, and what was counted since the start."""
@@ -228,52 +264,41 @@ class Engine:
             states: dict[str, int] = {}
             for seq in sequences:
                 states[seq.state.value] = states.get(seq.state.value, 0) + 1
-        return read_engine(states, sequences, self._pools, self._transport, self._progress.seconds)
+        return read_engine(states, sequences, self._pools, self._mover if self._pools else None, self._progress.seconds)
 
     # the pools' owner ---------------------------------------------------------------------------------------------
 
     def reserve(self, seq: Sequence, pool: Pool) -> bool:
         """All that a sequence needs to be computed in `pool` and to decode where it will; False: not now."""
-        return self._reservations.reserve(seq, pool)
+        return self._mover.reserve(seq, pool)
 
     def costs(self) -> Costs:
         """What prefill and hand-off take, as measured so far."""
-        return self._reservations.costs()
+        return self._mover.costs()
 
     def send(self, seq: Sequence, pool: Pool, chunk: Chunk) -> None:
-        """Sends pages of a prompt to the decode replica that was reserved for it."""
-        target = self._reservations.decode[seq.decode_target[0]]
-        mesh = replica_mesh(target.device.spec.mesh, seq.decode_target[1])
-
-        def done(moved: list[Staging] | None, error: Exception | None) -> None:
-            if error is not None:
-                log.error("the hand-off of request %s failed", seq.request_id, exc_info=error)
-            target.piece(seq, chunk, moved, error)
-
-        layout: ModelLayout = pool.device.spec.layout
-        self._transport.offer(chunk.pieces, layout.heads, target.device.spec.layout.heads, mesh, done)
+        """Sends pages of a prompt to where it will decode."""
+        self._mover.send(seq, pool, chunk)
 
     def settled(self, chunk: Chunk) -> None:
         """A piece is in the decode pages, or was dropped: its staging is free."""
-        self._transport.staging.give_back(chunk.staging_bytes)
-        for pool in self._reservations.prefill:
-            pool.wake()
+        self._mover.settled(chunk)
 
     def hand_off(self, seq: Sequence) -> None:
-        """Gives a sequence whose first token is out to the decode pool that was reserved for it."""
-        seq.move(State.OFFERED)
-        target = self._reservations.decode[seq.decode_target[0]]
-        target.offer(seq)
-        if target.given_up:  # after it was offered: whoever gave the pool up has seen it, or this does
-            error = Internal("the decode pool's device step does not end (--step-timeout); the request is given up")
-            self.emit(self.finish(seq, FinishReason.ERROR, error=error))
+        """Gives a sequence whose first token is out to where it decodes."""
+        self._mover.hand_off(seq)
+
+    def wake(self) -> None:
+        """Something changed that may let the pools go on."""
+        for pool in self._pools:
+            pool.wake()
 
     def first_token(self, seq: Sequence) -> None:
         """The prompt of a request is computed: its other samples find it in the caches."""
         with self._lock:
             siblings, seq.siblings = seq.siblings, []
         for sibling in siblings:
-            self._route(sibling)
+            self._mover.route(sibling)
 
     def finish(
         self, seq: Sequence, reason: FinishReason, *, stop_token: int | None = None, error: JaxpdError | None = None
@@ -287,17 +312,16 @@ class Engine:
         seq.life.mark(Stage.FAILED if reason is FinishReason.ERROR else Stage.FINISHED)
         seq.life.reason = reason.value
         seq.release()
-        self._reservations.free_staging(seq)
+        self._mover.ended(seq)
         with self._lock:
             samples = self._registry[seq.request_id]
             del samples[seq.sample]
             if not samples:
                 del self._registry[seq.request_id]
             self._idle.notify_all()
-        for pool in self._pools:
-            pool.wake()
+        self.wake()
         for sibling in siblings:  # its prompt was never computed for them: they start on their own
-            self._route(sibling)
+            self._mover.route(sibling)
         event = FinishEvent(
             request_id=seq.request_id,
             reason=reason,

@@ -81,7 +81,8 @@ class HandoffFailed(Internal):
     """A decode pool could not take a sequence over; `reason` is one word, to count by.
 
     `copy`: pages did not arrive. `step`: a step of the decode pool failed, and what had arrived is gone. `lost`: what
-    the decode pool had of the prompt from before is gone.
+    the decode pool had of the prompt from before is gone. Between processes also `peer`: the other one is gone, or
+    cannot be reached. `refused`: the other one does not take it. `lease`: nobody fetched its pages in time.
     """
 
     def __init__(self, reason: str, message: str) -> None:

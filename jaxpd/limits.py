@@ -55,7 +55,7 @@ class PoolLimits:
 
     @property
     def mesh_flag(self) -> str:
-        """The flag that gives this pool's mesh."""
+        """The flag that gives this pool's mesh, where one process has all roles."""
         return "--mesh" if self.role == "mixed" else f"--{self.role}-mesh"
 
     @property
@@ -150,7 +150,10 @@ def make_limits(
     memory: Memory,
     mixed: Sequence[MeshSpec] = (),
 ) -> Limits:
-    """Limits for a model on the given meshes. Raises FailedPrecondition with values that fit, or InvalidArgument."""
+    """Limits for a model on the given meshes, those of one role alone for a worker's engine.
+
+    Raises FailedPrecondition with values that fit, or InvalidArgument.
+    """
     cpu = memory.platform == "cpu"
     dtype = asked.dtype or ("float32" if cpu else "bfloat16")
     rows = asked.max_num_seqs or (16 if cpu else 64)

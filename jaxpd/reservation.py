@@ -40,7 +40,7 @@ class Reservations:
 
         Where it stays in the pool that computes it one lease is all of it.
         """
-        return self._reserve_both(seq, pool) if pool.role == "prefill" else self._reserve_one(seq, pool)
+        return self._reserve_both(seq, pool) if pool.role == "prefill" else reserve_one(self._limits, seq, pool)
 
     def free_staging(self, seq: Sequence) -> None:
         """Gives back what is charged for pages that were not offered."""
@@ -94,17 +94,6 @@ class Reservations:
         seq.sent_pages = seq.landed_pages = seq.decode_lease.hit_pages
         return True
 
-    def _reserve_one(self, seq: Sequence, pool: Pool) -> bool:
-        pages = -(-seq.reserved_len(self._limits.reserve_tokens) // self._limits.page_size)
-        fresh = scores_prompt(seq)
-        places = pool.places(seq.chain, whole=False, fresh=fresh)
-        replica = prefer_prefix(places, pages, hit_value=self._limits.page_size)
-        if replica is None:
-            return False
-        seq.prefill_replica = replica
-        seq.prefill_lease = seq.decode_lease = pool.acquire(replica, seq.chain, pages, whole=False, fresh=fresh)
-        return seq.prefill_lease is not None
-
     def _here(self, seq: Sequence) -> bool:
         """Whether a decode pool should compute the prompt itself."""
         limit, size = self._limits.local_prefill, self._limits.page_size
@@ -117,6 +106,19 @@ class Reservations:
         return prefill_here(
             seq.prompt_len - max(there, here) * size, seq.prompt_len - here * size, limit=limit, costs=self.costs()
         )
+
+
+def reserve_one(limits: Limits, seq: Sequence, pool: Pool) -> bool:
+    """Pages and a slot for a sequence that is computed and decodes in one pool; False: not now."""
+    pages = -(-seq.reserved_len(limits.reserve_tokens) // limits.page_size)
+    fresh = scores_prompt(seq)
+    places = pool.places(seq.chain, whole=False, fresh=fresh)
+    replica = prefer_prefix(places, pages, hit_value=limits.page_size)
+    if replica is None:
+        return False
+    seq.prefill_replica = replica
+    seq.prefill_lease = seq.decode_lease = pool.acquire(replica, seq.chain, pages, whole=False, fresh=fresh)
+    return seq.prefill_lease is not None
 
 
 def scores_prompt(seq: Sequence) -> bool:

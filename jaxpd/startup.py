@@ -75,6 +75,8 @@ def prepare_devices(config: EngineConfig) -> Given:
     given = Given(prefill, decode, shared[0] if shared else None)
     one = (MeshSpec(1, 1),)
     wanted = max(total_devices(prefill or one, decode or one), total_devices(shared or one), DEFAULT_CPU_DEVICES)
+    if config.role is not None:
+        wanted = total_devices(shared or one)
     if config.kernels == GPU_INTERPRET:
         wanted = max(wanted, GPU_INTERPRETER_DEVICES)
     try:
@@ -91,14 +93,15 @@ def place(checkpoint: Checkpoint, config: EngineConfig) -> Placement:
     memory = _memory(devices[0])
     _check_kernels(config.kernels, memory.platform)
     mode, fits = _mode(config, devices), _weights_fit_one(checkpoint, config, memory)
-    if mode in SHARED_MODES:
+    if mode in SHARED_MODES or config.role is not None:  # one pool
         try:
             mesh = shared_mesh(given.shared, devices, weights_fit_one_device=fits)
         except ValueError as error:
             raise InvalidArgument(str(error), field="mesh") from error
         spec = MeshSpec(mesh.shape[MODEL], mesh.shape[DATA])
-        limits = make_limits(checkpoint.name, checkpoint.config, config, (), (), memory, mixed=(spec,))
-        return Placement(mode, [mesh], limits)
+        roles: dict[str, tuple[MeshSpec, ...]] = {"prefill": (), "decode": (), "mixed": ()}
+        roles[config.role or "mixed"] = (spec,)
+        return Placement(mode, [mesh], make_limits(checkpoint.name, checkpoint.config, config, memory=memory, **roles))
     try:
         prefill, decode = default_specs(
             given.prefill,
@@ -118,6 +121,8 @@ def _mode(config: EngineConfig, devices: list[jax.Device]) -> str:
     """The mode that was asked for, or the one that the devices allow."""
     if config.mode is not None:
         return config.mode
+    if config.role is not None:
+        return DISAGGREGATED
     if len(devices) == 1 and devices[0].platform != "cpu" and not (config.prefill_mesh or config.decode_mesh):
         log.info("there is one %s device, too few for a prefill and a decode mesh: --mode chunked", devices[0].platform)
         return "chunked"

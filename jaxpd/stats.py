@@ -14,8 +14,8 @@ from jaxpd.cache.prefix import PrefixCache, PrefixStats
 from jaxpd.sequence import Sequence, State
 
 if TYPE_CHECKING:
+    from jaxpd.mover import Mover
     from jaxpd.pool import Pool
-    from meshes.transfer.in_process import InProcessTransport
 
 MAX_SHOWN = 64  # sequences that one reading tells of, so that it stays cheap with thousands
 
@@ -110,22 +110,22 @@ def read_engine(
     states: dict[str, int],
     sequences: Seq[Sequence],
     pools: Seq[Pool],
-    transport: InProcessTransport,
+    mover: Mover | None,
     startup_s: Mapping[str, float],
 ) -> EngineStats:
     """A reading of the parts of an engine; from any thread."""
     pinned = _pinned_pages(sequences)
     places = {space: (pool.role, pool.index, r) for pool in pools for r, space in enumerate(pool.spaces)}
     failures: dict[str, int] = {}
-    for pool in pools:
-        for reason, count in pool.handoff_failures.items():
+    for counted in (*(pool.handoff_failures for pool in pools), {} if mover is None else mover.failures):
+        for reason, count in counted.items():
             failures[reason] = failures.get(reason, 0) + count
     return EngineStats(
         states=states,
         replicas=tuple(_read_replica(pool, r, pinned) for pool in pools for r in range(len(pool.spaces))),
-        staging_bytes=transport.staging.used,
+        staging_bytes=0 if mover is None else mover.staging_bytes,
         pools=tuple(_read_pool(pool) for pool in pools),
-        crossed_bytes=transport.crossed_bytes,
+        crossed_bytes=0 if mover is None else mover.crossed_bytes,
         handoff_failures=failures,
         startup_s=dict(startup_s),
         sequences=tuple(read_sequence(seq, places) for seq in sequences[:MAX_SHOWN]),

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 Samples = Iterable[tuple[Sequence[str], float]]  # label values without the model's name, value
 PLACE = ("role", "pool", "replica")
-FAILURES = ("copy", "step", "lost")  # jaxpd.errors.HandoffFailed
+FAILURES = ("copy", "step", "lost", "peer", "refused", "lease")  # jaxpd.errors.HandoffFailed
 STARTUP = {"loading weights": "weights", "compiling": "compile", "start": "all"}
 
 

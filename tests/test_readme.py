@@ -1,4 +1,4 @@
-"""The README says what is true: its layout exists, its Python compiles, its commands and flags are there."""
+"""README and docs/layout.md say what is true: the layout exists, Python compiles, commands and flags are there."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 
 def layout_paths() -> list[str]:
-    """Paths of the tree under "## Layout", by indentation."""
-    tree = README.partition("## Layout")[2].strip("\n").partition("\n\n")[0]
+    """Paths of the tree in docs/layout.md, by indentation."""
+    text = (ROOT / "docs" / "layout.md").read_text(encoding="utf-8")
+    tree = text[text.index("    jaxpd/ ") :].partition("\n\n")[0]
     paths: list[str] = []
     parents: list[str] = []
     for line in tree.splitlines():

@@ -63,15 +63,7 @@ class Forget:
 
 
 Message = (
-    Reserve
-    | Reserved
-    | NotReserved
-    | Piece
-    | FirstToken
-    | Forget
-    | transfer.Ack
-    | transfer.Refuse
-    | transfer.Revoke
+    Reserve | Reserved | NotReserved | Piece | FirstToken | Forget | transfer.Ack | transfer.Refuse | transfer.Revoke
 )
 
 

@@ -78,7 +78,7 @@ def test_one_token_finishes_in_the_prefill_pool(plain: Any) -> None:
 def test_a_first_token_that_ends_it_is_never_handed_off(how: str, plain: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     first = PROMPTS["len40"]["greedy_ids"][0]
     offers: list[int] = []
-    [decode] = plain.engine._reservations.decode
+    [decode] = plain.engine._mover.reservations.decode
     monkeypatch.setattr(decode, "offer", lambda *a, **k: offers.append(1))
     monkeypatch.setattr(decode.device, "step", lambda *a, **k: offers.append(2))
     options: dict[str, Any] = {"stop_token_ids": (first,)}
@@ -190,7 +190,7 @@ def test_abort_in_every_state_frees_everything(plain: Any) -> None:
 
 def test_a_failing_step_answers_its_requests_and_the_pool_goes_on(plain: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A fault of the device is injected in one decode step: an error for who was in it, service for who comes after."""
-    device = plain.engine._reservations.decode[0].device
+    device = plain.engine._mover.reservations.decode[0].device
     real, armed = device.step, [True]
 
     def failing(shape: Any, rows: Any) -> jax.Array:

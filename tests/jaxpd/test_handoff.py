@@ -25,7 +25,7 @@ def test_earlier_chunks_have_crossed_before_the_last_is_dispatched(
     """The last chunk is held until every page of those before it is in the decode pool: it need not wait for them."""
     running = started("smollm2", "2x1", "1x2", max_num_batched_tokens=64, max_model_len=256)
     prompt = (LONG["prompt_ids"] * 3)[:200]  # 64 + 64 + 64 + 8
-    [prefill], decode = running.engine._reservations.prefill, running.engine._reservations.decode[0]
+    [prefill], decode = running.engine._mover.reservations.prefill, running.engine._mover.reservations.decode[0]
     step, scatter = prefill._stepper.step, decode.device.scatter
     scattered: list[int] = []
     all_before = threading.Event()
@@ -65,7 +65,7 @@ def test_a_piece_that_fails_ends_its_request_alone(
 ) -> None:
     running = started("smollm2", "1x1", "1x1", max_num_batched_tokens=64, max_model_len=256)
     prompt = [len(when), *LONG["prompt_ids"] * 2][:200]  # nothing of it is cached
-    transport = running.engine._transport
+    transport = running.engine.transport
     offer, calls = transport.offer, [0]
 
     def failing(pieces: Any, src: Any, dst: Any, mesh: Any, done: Any) -> int:
@@ -92,7 +92,7 @@ def test_an_abort_while_pages_cross_frees_everything(
 ) -> None:
     running = started("smollm2", "1x1", "1x1", max_num_batched_tokens=64, max_model_len=256)
     prompt = [len(moment), *LONG["prompt_ids"] * 2][:200]  # nothing of it is cached
-    transport, release, held = running.engine._transport, threading.Event(), threading.Event()
+    transport, release, held = running.engine.transport, threading.Event(), threading.Event()
     offer = transport.offer
 
     def slow(pieces: Any, src: Any, dst: Any, mesh: Any, done: Any) -> int:

@@ -96,7 +96,7 @@ def test_an_abort_reaches_a_sequence_that_gave_way(started: Started) -> None:
         running.submit(name, [i + 3] * 9, max_tokens=120)
 
     def on_token(event: Any) -> None:
-        waiting = [s for pool in running.engine._reservations.decode for s in pool._waiting]
+        waiting = [s for pool in running.engine._mover.reservations.decode for s in pool._waiting]
         for seq in waiting:
             running.engine.abort(seq.request_id)
 

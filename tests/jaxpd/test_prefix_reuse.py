@@ -54,13 +54,13 @@ def test_a_conversation_goes_on_where_it_was(started: Started) -> None:
 def test_only_pages_that_the_decode_replica_lacks_cross(started: Started, monkeypatch: pytest.MonkeyPatch) -> None:
     running = started("smollm2", "1x1", "1x1")
     crossed: list[int] = []
-    offer = running.engine._transport.offer
+    offer = running.engine.transport.offer
 
     def counted(pieces: Any, *rest: Any) -> int:
         crossed.append(sum(piece[0].shape[2] for piece in pieces))
         return offer(pieces, *rest)
 
-    monkeypatch.setattr(running.engine._transport, "offer", counted)
+    monkeypatch.setattr(running.engine.transport, "offer", counted)
     shared = LONG["prompt_ids"][:64]
     prompts = [LONG["prompt_ids"][:66], shared + [7] * 20, shared, LONG["prompt_ids"][:66]]
     for i, prompt in enumerate(prompts):
@@ -101,13 +101,13 @@ def test_a_hit_whose_pages_were_lost_is_an_error_and_no_wrong_answer(
     running = started("smollm2", "1x1", "1x1")
     running.submit("warm", LONG["prompt_ids"], max_tokens=4)
     running.wait()
-    offer, (decode,) = running.engine._transport.offer, running.engine._reservations.decode
+    offer, (decode,) = running.engine.transport.offer, running.engine._mover.reservations.decode
 
     def after_a_failure(*args: Any) -> int:
         decode.spaces[0].forget()  # what a failed step does
         return offer(*args)
 
-    monkeypatch.setattr(running.engine._transport, "offer", after_a_failure)
+    monkeypatch.setattr(running.engine.transport, "offer", after_a_failure)
     lost = running.submit("lost", LONG["prompt_ids"], max_tokens=4)
     running.wait()
     assert lost.finish.reason is FinishReason.ERROR

@@ -82,13 +82,13 @@ def test_greedy_samples_are_the_reference_and_end_one_by_one(started: Started) -
 def test_an_abort_reaches_samples_that_no_pool_has_yet(started: Started, monkeypatch: pytest.MonkeyPatch) -> None:
     running = started("smollm2", "1x1", "1x1")
     routed: list[int] = []
-    route = running.engine._route
+    route = running.engine._mover.route
 
     def noted(seq: Any) -> None:
         routed.append(seq.sample)
         route(seq)
 
-    monkeypatch.setattr(running.engine, "_route", noted)
+    monkeypatch.setattr(running.engine._mover, "route", noted)
     monkeypatch.setattr(running.engine, "first_token", lambda seq: None)  # the others stay where they are
     running.submit("many", LONG["prompt_ids"], n=3, max_tokens=60)
     assert running.engine.abort("many")

@@ -63,7 +63,7 @@ def test_pages_for_prompts_on_their_way_are_pinned(started: Started) -> None:
 def test_a_failed_hand_off_is_counted_by_its_reason(started: Started, monkeypatch: pytest.MonkeyPatch) -> None:
     running = started("smollm2", "1x1", "1x2")
     before = dict(running.engine.stats().handoff_failures)
-    transport = running.engine._transport
+    transport = running.engine.transport
     with monkeypatch.context() as patch:
         patch.setattr(transport, "offer", lambda *asked: asked[-1](None, RuntimeError("the link is down")))
         running.submit("bad", list(range(33, 133)), max_tokens=3)

@@ -138,12 +138,12 @@ async def tell(story: Story, gateway: Gateway, engine: Engine) -> None:
             if getattr(message, "count", 0):
                 break
     await ask(greedy((), 4))
-    offer: Callable[..., int] = engine._transport.offer
+    offer: Callable[..., int] = engine.transport.offer
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engine._transport, "offer", lambda *asked: asked[-1](None, RuntimeError("the link is down")))
+        patch.setattr(engine.transport, "offer", lambda *asked: asked[-1](None, RuntimeError("the link is down")))
         await ask(greedy(long_prompt(99), 4))
         # and one whose pages take their time
-        patch.setattr(engine._transport, "offer", lambda *asked: offer(*asked[:-1], later(asked[-1])))
+        patch.setattr(engine.transport, "offer", lambda *asked: offer(*asked[:-1], later(asked[-1])))
         await ask(greedy(long_prompt(98), 4))
     deadline = time.monotonic() + 10
     while engine.stats().live and time.monotonic() < deadline:

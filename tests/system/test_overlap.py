@@ -28,7 +28,7 @@ def test_most_of_a_slow_transfer_is_hidden() -> None:
         "prefix_cache": False,
     }
     with LLM("smollm2-135m", precompile=False, **limits) as llm:
-        transport = llm.engine._transport
+        transport = llm.engine.transport
         [fast] = llm.generate([prompt], params)
         transport.bytes_per_s = LINK
         sent = transport.cost.total_units
