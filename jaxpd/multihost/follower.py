@@ -66,12 +66,18 @@ log = logging.getLogger(__name__)
 
 
 def follow(
-    channel: Channel, checkpoint: Checkpoint, config: EngineConfig, *, transfer_listen: str, progress: Progress
+    channel: Channel,
+    checkpoint: Checkpoint,
+    config: EngineConfig,
+    *,
+    progress: Progress,
+    transfer_host: str = "127.0.0.1",
+    transfer_ports: range = range(0, 1),
 ) -> None:
     """Serves the leader at the other end of `channel` until it says goodbye. Call it from the main thread.
 
-    `transfer_listen` is where this process's transfer servers listen, as for `JaxLink`. The process ends by itself,
-    with EXIT_BROKEN, where the leader is lost or a call fails.
+    `transfer_host` and `transfer_ports` are where this process's transfer servers listen (offers.py). The process ends
+    by itself, with EXIT_BROKEN, where the leader is lost or a call fails.
     """
     inbox: queue.SimpleQueue[Descriptor] = queue.SimpleQueue()
     leader = Watched(
@@ -87,7 +93,7 @@ def follow(
         if isinstance(setup, Goodbye):
             return
         assert isinstance(setup, Setup), "the leader begins with it"
-        offers = FollowerOffers(transfer_listen, send=lambda descriptor: leader.send(encode(descriptor)))
+        offers = FollowerOffers(transfer_host, transfer_ports, send=lambda it: leader.send(encode(it)))
         calls = _Calls(_device(setup, checkpoint, config, progress), offers)
         leader.send(encode(Ready()))
         log.info("process %d follows", jax.process_index())

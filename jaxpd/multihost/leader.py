@@ -54,7 +54,7 @@ from jaxpd.sampling import Logprobs, Sampled
 from jaxpd.version import __version__
 from meshes.sharding import DATA, MODEL
 from meshes.transfer.in_process import Staging
-from meshes.transfer.link import JaxLink
+from meshes.transfer.link import Link
 from meshes.transfer.offering import End, OfferLimits
 from meshes.transfer.pulling import PullLimits
 from meshes.transfer.remote import RemoteTransport
@@ -168,10 +168,11 @@ class Followers:
 
     # hand-offs ----------------------------------------------------------------------------------------------------
 
-    def transport(self, listen: str, streams: int, offers: OfferLimits, pulls: PullLimits) -> RemoteTransport:
-        """A transport for one peer, as `RemoteTransport(JaxLink(listen, streams=streams), offers, pulls)` makes it, of
-        which every process has one. Raises as `JaxLink`."""
-        link = JaxLink(listen, streams=streams)
+    def transport(self, link: Link, offers: OfferLimits, pulls: PullLimits, *, streams: int) -> RemoteTransport:
+        """`RemoteTransport(link, offers, pulls)` for one peer, where every process offers its own shards.
+
+        `link` is this process's; the others make theirs, with as many streams.
+        """
         with self._news:
             self._last_transport += 1
             number = self._last_transport

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from jaxpd.errors import FailedPrecondition
 from jaxpd.multihost.descriptors import (
     CloseTransport,
     Descriptor,
@@ -32,10 +33,14 @@ from meshes.transfer.remote import RemoteTransport
 
 
 class FollowerOffers:
-    """Held pieces and transports. Called from one thread; answers by `send`, from others."""
+    """Held pieces and transports. Called from one thread; answers by `send`, from others.
 
-    def __init__(self, listen: str, *, send: Callable[[Descriptor], None]) -> None:
-        self._listen = listen
+    Transfer servers listen at `host` (numeric, in brackets for IPv6), on the first of `ports` that is free; 0: any.
+    """
+
+    def __init__(self, host: str, ports: range, *, send: Callable[[Descriptor], None]) -> None:
+        self._host = host
+        self._ports = ports
         self._send = send
         self._held: dict[int, tuple[Staging, HeadLayout]] = {}
         self._transports: dict[int, RemoteTransport] = {}
@@ -47,12 +52,11 @@ class FollowerOffers:
             self._held[first + i] = piece, layout
 
     def make(self, descriptor: Descriptor) -> None:
-        """Does what the leader says. Raises OSError or ValueError where this process cannot listen."""
+        """Does what the leader says. Raises FailedPrecondition where this process cannot listen."""
         match descriptor:
             case OpenTransport(number, streams, max_bytes, max_count, lease_s):
-                link = JaxLink(self._listen, streams=streams)
                 limits = OfferLimits(max_bytes, max_count, lease_s)
-                self._transports[number] = RemoteTransport(link, limits, PullLimits(max_bytes))
+                self._transports[number] = RemoteTransport(self._link(streams), limits, PullLimits(max_bytes))
             case CloseTransport(number):
                 if (transport := self._transports.pop(number, None)) is not None:
                     transport.close()
@@ -73,6 +77,18 @@ class FollowerOffers:
         self._held.clear()
         while self._transports:
             self._transports.popitem()[1].close()
+
+    def _link(self, streams: int) -> JaxLink:
+        for port in self._ports:
+            try:
+                return JaxLink(f"{self._host}:{port}", streams=streams)
+            except OSError as error:
+                last = error
+        raise FailedPrecondition(
+            f"no port for another worker ({last}): --transfer-listen {self._host}:{self._ports[0]}-{self._ports[-1]} "
+            "has one for each peer; give it a larger range, or port 0 for any",
+            field="transfer_listen",
+        )
 
     def _offer(self, number: int, id: int, staging: Staging, layout: HeadLayout) -> None:
         heads = list(own_heads(staging, layout).values())
