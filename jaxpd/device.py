@@ -15,6 +15,7 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from jaxpd.batch import BatchShape, Row, pack
+from jaxpd.errors import JaxpdError
 from jaxpd.programs import LOGPROBS, TOKENS, Programs, ProgramSpec, page_pieces
 from jaxpd.sampling import Logprobs, Sampled
 from jaxpd.slot_options import NO_TOKEN, Flag
@@ -52,6 +53,10 @@ class PoolDevice:
         """A fresh page pool and fresh slots: at the start, and after an error may have taken the old ones."""
         self.pages, self.last_tokens = self.spec.new_state()
         self.options, self.counts = self.spec.new_slots()
+
+    def explained(self, error: Exception) -> JaxpdError | None:
+        """What a failed step means to the requests in it; None: a fault of this process."""
+        return None
 
     @property
     def free_bytes(self) -> int | None:

@@ -77,7 +77,7 @@ class Engine:
         followers: Followers | None = None,
     ) -> None:
         self.checkpoint = checkpoint
-        self._followers = followers
+        self.followers = followers
         self.config = config
         self._on_events = on_events
         self._progress = TimedProgress(progress or SilentProgress())
@@ -134,7 +134,7 @@ class Engine:
             self.config,
             owner=self,
             progress=self._progress,
-            followers=self._followers,
+            followers=self.followers,
         )
         self._mover = self._make_mover(self._pools)
         for pool in self._pools:
@@ -175,8 +175,8 @@ class Engine:
             self._mover.close()
         while self._pools:
             self._pools.pop().close()
-        if self._followers is not None:
-            self._followers.close()
+        if self.followers is not None:
+            self.followers.close()
         # Whoever still holds the engine must not hold weights and pages with it; pools and engine know each other, so
         # that only the collector ends them.
         self._watchdog = self._side = None

@@ -39,6 +39,11 @@ class Channel:
         self._silence_s = silence_s
         self._sending = threading.Lock()
 
+    def expect(self, silence_s: float) -> None:
+        """From the next message on, the other end is gone after `silence_s` seconds of silence."""
+        self._silence_s = silence_s
+        self._socket.settimeout(silence_s)
+
     def send(self, message: bytes) -> None:
         """Sends a message. Raises ChannelEnded where the other end takes nothing for `silence_s` seconds, or is gone."""
         with self._sending:
@@ -114,12 +119,15 @@ def connect(host: str, port: int, key: bytes, number: int, *, silence_s: float) 
     """Follower `number`'s channel to the leader. Raises ChannelEnded, or OSError where nobody listens."""
     sock = socket.create_connection((host, port), timeout=HANDSHAKE_S)
     channel = Channel(sock, silence_s=HANDSHAKE_S)
-    theirs, ours = channel.receive(), secrets.token_bytes(KEY_BYTES)
-    packed = _LENGTH.pack(number)
-    channel.send(packed + ours + _proof(key, b"follower", theirs, ours, packed))
-    if not hmac.compare_digest(channel.receive(), _proof(key, b"leader", theirs, ours)):
+    try:
+        theirs, ours = channel.receive(), secrets.token_bytes(KEY_BYTES)
+        packed = _LENGTH.pack(number)
+        channel.send(packed + ours + _proof(key, b"follower", theirs, ours, packed))
+        if not hmac.compare_digest(channel.receive(), _proof(key, b"leader", theirs, ours)):
+            raise ChannelEnded("it does not have the key")
+    except ChannelEnded:
         channel.close()
-        raise ChannelEnded("it does not have the key")
+        raise
     return Channel(sock, silence_s=silence_s)
 
 

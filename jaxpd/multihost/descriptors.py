@@ -38,6 +38,13 @@ class Setup:
 
 
 @dataclasses.dataclass(frozen=True)
+class Begin:
+    """All are ready; from now on `silence_s` seconds of silence mean that the other end is gone."""
+
+    silence_s: float
+
+
+@dataclasses.dataclass(frozen=True)
 class Goodbye:
     """The worker ends, as it was asked to."""
 
@@ -190,6 +197,7 @@ class Freed:
 
 Descriptor = (
     Setup
+    | Begin
     | Goodbye
     | Step
     | Forward

@@ -17,6 +17,7 @@ import queue
 import signal
 import sys
 import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import NoReturn
 
@@ -28,10 +29,11 @@ from jaxpd.checkpoints.placement import load_params
 from jaxpd.checkpoints.source import Checkpoint
 from jaxpd.config import EngineConfig
 from jaxpd.device import Forwarded, PoolDevice
-from jaxpd.errors import FailedPrecondition
+from jaxpd.errors import FailedPrecondition, JaxpdError
 from jaxpd.multihost import EXIT_BROKEN
 from jaxpd.multihost.channel import Channel
 from jaxpd.multihost.descriptors import (
+    Begin,
     CloseTransport,
     Descriptor,
     DropPiece,
@@ -67,7 +69,7 @@ log = logging.getLogger(__name__)
 
 def follow(
     channel: Channel,
-    checkpoint: Checkpoint,
+    resolve: Callable[[], Checkpoint],
     config: EngineConfig,
     *,
     progress: Progress,
@@ -76,7 +78,7 @@ def follow(
 ) -> None:
     """Serves the leader at the other end of `channel` until it says goodbye. Call it from the main thread.
 
-    `transfer_host` and `transfer_ports` are where this process's transfer servers listen (offers.py). The process ends
+    `resolve` finds the checkpoint, while the leader already hears that this process lives. `transfer_host` and `transfer_ports` are where this process's transfer servers listen (offers.py). The process ends
     by itself, with EXIT_BROKEN, where the leader is lost or a call fails.
     """
     inbox: queue.SimpleQueue[Descriptor] = queue.SimpleQueue()
@@ -89,6 +91,7 @@ def follow(
     _wait_for_the_leader()
     leader.start()
     try:
+        checkpoint = resolve()
         setup = inbox.get()
         if isinstance(setup, Goodbye):
             return
@@ -98,11 +101,15 @@ def follow(
         leader.send(encode(Ready()))
         log.info("process %d follows", jax.process_index())
         while not isinstance(descriptor := inbox.get(), Goodbye):
-            calls.make(descriptor)
+            if isinstance(descriptor, Begin):
+                leader.expect(descriptor.silence_s)
+            else:
+                calls.make(descriptor)
     except Exception as error:
         log.exception("a follower cannot go on")
-        leader.send(encode(Failed(f"{type(error).__name__}: {error}")))
-        _end(f"{type(error).__name__}: {error}")
+        reason = error.message if isinstance(error, JaxpdError) else f"{type(error).__name__}: {error}"
+        leader.send(encode(Failed(reason)))
+        _end(reason)
     offers.close()
     leader.close()
 

@@ -20,7 +20,7 @@ import numpy as np
 
 from jaxpd.errors import FailedPrecondition, InvalidArgument, Unavailable
 from jaxpd.multihost.channel import KEY_BYTES, Channel, ChannelEnded, accept, connect, listen, new_key
-from jaxpd.multihost.watch import SILENCE_S
+from jaxpd.multihost.watch import SILENCE_S, START_SILENCE_S
 from meshes.spec import parse_mesh_specs
 
 log = logging.getLogger(__name__)
@@ -128,6 +128,7 @@ def join(processes: Processes, devices: int) -> None:
             raise FailedPrecondition("JAX runs already: join the processes before its first use") from error
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
         jax.config.update("jax_cpu_enable_async_dispatch", False)
+    jax.config.update("jax_enable_preemption_service", False)  # it takes SIGTERM away from whoever has asked for it
     log.info("process %d of %d joins %s", processes.process_id, processes.num_processes, processes.coordinator)
     try:
         jax.distributed.initialize(
@@ -162,7 +163,7 @@ def meet_followers(processes: Processes) -> dict[int, Channel]:
         channels: dict[int, Channel] = {}
         while len(channels) < processes.num_processes - 1:
             try:
-                came = accept(server, key, silence_s=processes.silence_s)
+                came = accept(server, key, silence_s=START_SILENCE_S)
             except TimeoutError:
                 missing = sorted(set(range(1, processes.num_processes)) - set(channels))
                 raise Unavailable(f"processes {missing} of this worker did not connect within {MEET_S:g} s") from None
@@ -177,7 +178,7 @@ def meet_leader(processes: Processes) -> Channel:
     (port,) = _PORT.unpack(told[: _PORT.size])
     try:
         return connect(
-            processes.host, port, told[_PORT.size :], processes.process_id, silence_s=processes.silence_s
+            processes.host, port, told[_PORT.size :], processes.process_id, silence_s=START_SILENCE_S
         )
     except (ChannelEnded, OSError, socket.gaierror) as error:
         raise Unavailable(f"the leader of this worker at {processes.host}:{port} cannot be reached: {error}") from error

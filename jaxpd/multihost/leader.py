@@ -23,10 +23,11 @@ import numpy as np
 
 from jaxpd.batch import BatchShape, Row, pack
 from jaxpd.device import Forwarded, PoolDevice
-from jaxpd.errors import Unavailable
+from jaxpd.errors import JaxpdError, Unavailable
 from jaxpd.models.config import ModelConfig
 from jaxpd.multihost.channel import Channel
 from jaxpd.multihost.descriptors import (
+    Begin,
     CloseTransport,
     Descriptor,
     DropPiece,
@@ -48,7 +49,7 @@ from jaxpd.multihost.descriptors import (
     decode,
     encode,
 )
-from jaxpd.multihost.watch import Watched
+from jaxpd.multihost.watch import SILENCE_S, Watched
 from jaxpd.programs import Programs, ProgramSpec
 from jaxpd.sampling import Logprobs, Sampled
 from jaxpd.version import __version__
@@ -71,7 +72,10 @@ class Followers:
     `on_broken` is called once, from a thread of its own, with one line for a person: nothing can be computed any more.
     """
 
-    def __init__(self, channels: dict[int, Channel], *, on_broken: Callable[[str], None]) -> None:
+    def __init__(
+        self, channels: dict[int, Channel], *, on_broken: Callable[[str], None], silence_s: float = SILENCE_S
+    ) -> None:
+        self._silence_s = silence_s
         self.on_broken = on_broken
         self.broken: str | None = None
         self._closing = False
@@ -123,7 +127,11 @@ class Followers:
     def device(self, spec: ProgramSpec, params: dict[str, jax.Array], programs: Programs) -> LeaderDevice:
         """The device of the pool, once all are ready."""
         self.wait_ready()
-        return LeaderDevice(spec, params, programs, self)
+        device = LeaderDevice(spec, params, programs, self)
+        self.send(Begin(self._silence_s))
+        for link in self._links.values():
+            link.expect(self._silence_s)
+        return device
 
     def close(self) -> None:
         """The followers end. Idempotent; call it when the engine is closed, and end the process then."""
@@ -234,6 +242,11 @@ class LeaderDevice(PoolDevice):
             super().reset()
             return
         self._followers.declare_broken("a step has failed, or taken longer than --step-timeout; see the log")
+
+    def explained(self, error: Exception) -> JaxpdError | None:
+        """Whatever has failed, this worker will start again, and others can serve the request."""
+        why = self._followers.broken or f"a step that all processes make together has failed ({type(error).__name__})"
+        return Unavailable(f"the request is given up: {why}")
 
     def step(self, shape: BatchShape, batch: Sequence[Sequence[Row]] | np.ndarray) -> Sampled:
         packed = batch if isinstance(batch, np.ndarray) else pack(shape, batch)

@@ -2,6 +2,9 @@
 
     start --> [receiving, a sign of life every BEAT_S] --> ended: nothing came for `silence_s`, or the connection ended
                                                       \\-> closed by this end: no word
+
+While programs are compiled and weights are read a process may be busy for long with what no other thread can interrupt.
+Nobody waits for an answer then, so the bound is START_SILENCE_S until all are ready.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ log = logging.getLogger(__name__)
 
 BEAT_S = 0.5
 SILENCE_S = 5.0
+START_SILENCE_S = 60.0
 
 
 class Watched:
@@ -45,6 +49,10 @@ class Watched:
             self._channel.send(message)
         except ChannelEnded as error:
             self._end(str(error))
+
+    def expect(self, silence_s: float) -> None:
+        """The bound from now on."""
+        self._channel.expect(silence_s)
 
     def close(self) -> None:
         """Ends it without a word. Idempotent."""

@@ -26,7 +26,7 @@ SCRIPT = pathlib.Path(__file__).with_name("worker_process.py")
 class Several:
     """The processes. `tokens`, `ends` and `broken` are what the leader has said so far."""
 
-    def __init__(self, folder: pathlib.Path, *, logs: pathlib.Path, processes: int = 2, **config: Any) -> None:
+    def __init__(self, folder: pathlib.Path, *, logs: pathlib.Path, silence_s: float = 30.0, **config: Any) -> None:
         key = secrets.token_bytes(16)
         self._news = threading.Condition()
         self.tokens: dict[str, dict[int, int]] = {}
@@ -38,10 +38,15 @@ class Several:
             coordinator = f"127.0.0.1:{probe.getsockname()[1]}"
         listener = Listener(("127.0.0.1", 0), authkey=key)
         settings = {"port": listener.address[1], "key": key.hex(), "folder": str(folder), "config": config}
-        self.logs = [logs / f"process{i}.log" for i in range(processes)]
+        self.logs = [logs / f"process{i}.log" for i in range(2)]
         self.processes = []
         for i, log in enumerate(self.logs):
-            settings["processes"] = {"coordinator": coordinator, "num_processes": processes, "process_id": i}
+            settings["processes"] = {
+                "coordinator": coordinator,
+                "num_processes": 2,
+                "process_id": i,
+                "silence_s": silence_s,
+            }
             with log.open("w") as out:
                 command = [sys.executable, str(SCRIPT), json.dumps(settings)]
                 env = {"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin", "HOME": str(pathlib.Path.home())}

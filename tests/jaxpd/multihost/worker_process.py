@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import pathlib
 import sys
 import threading
 from multiprocessing.connection import Client
@@ -38,7 +37,8 @@ class Leader:
     def __init__(self, settings: dict[str, Any], processes: Processes, config: EngineConfig) -> None:
         self._sending = threading.Lock()
         self._to_test = Client(("127.0.0.1", settings["port"]), authkey=bytes.fromhex(settings["key"]))
-        self._followers = Followers(meet_followers(processes), on_broken=self._on_broken)
+        channels = meet_followers(processes)
+        self._followers = Followers(channels, on_broken=self._on_broken, silence_s=processes.silence_s)
         checkpoint = resolve(settings["folder"], progress=SilentProgress())
         self._engine = Engine(checkpoint, config, on_events=self._on_events, followers=self._followers)
         self._engine.start()
@@ -110,8 +110,12 @@ def main() -> None:
     if processes.leads:
         Leader(settings, processes, config).run()
         return
-    checkpoint = resolve(str(pathlib.Path(settings["folder"])), progress=SilentProgress())
-    follow(meet_leader(processes), checkpoint, config, progress=SilentProgress())
+    follow(
+        meet_leader(processes),
+        lambda: resolve(settings["folder"], progress=SilentProgress()),
+        config,
+        progress=SilentProgress(),
+    )
 
 
 if __name__ == "__main__":
