@@ -233,7 +233,7 @@ class Engine:
             return self._grammar_compiler
 
     def _sequence(self, request: Request, sample: int, grammar: Grammar | None) -> Sequence:
-        salt, tokens = request.cache_salt, request.prompt_ids
+        salt, tokens = request.cache_salt, request.prompt_ids + request.outputs
         if not self.limits.prefix_cache:  # nobody else finds it
             salt, tokens = f"{request.request_id} {request.arrival_s}", tokens if request.params.n > 1 else ()
         return Sequence(

@@ -94,7 +94,7 @@ class Arrivals:
             pages = seq.decode_lease.pages[chunk.first : chunk.first + chunk.count]
             self._device.scatter(seq.decode_target[1], pages, moved)
             seq.landed_pages += chunk.count
-            if seq.landed_pages * self._device.spec.page_size >= seq.prompt_len:
+            if seq.landed_pages * self._device.spec.page_size >= seq.fill_len:
                 seq.life.mark(Stage.TRANSFERRED)
         self._go_on(seq)
 
@@ -133,6 +133,6 @@ class Arrivals:
             reason = seq.transfer_error.reason
             self.failures[reason] = self.failures.get(reason, 0) + 1
             self._fail(seq, seq.transfer_error)
-        elif seq.landed_pages * self._device.spec.page_size >= seq.prompt_len:
+        elif seq.landed_pages * self._device.spec.page_size >= seq.fill_len:
             self._live.pop(seq, None)
             self._start(seq)

@@ -278,7 +278,7 @@ class Pool:
             seq.cached = lease.hit_tokens
             seq.capacity = len(lease.pages) * self.device.spec.page_size
             if not seq.life.count(Stage.PREEMPTED):
-                seq.hit_tokens = lease.hit_tokens
+                seq.hit_tokens = min(lease.hit_tokens, seq.prompt_len)
             seq.move(State.PREFILLING)
             self._insert(seq.prefill_replica, seq)
             for other in blocked:
@@ -294,9 +294,9 @@ class Pool:
             return
         lease = seq.decode_lease
         assert lease is not None
-        lease.commit(seq.prompt_len)
+        lease.commit(seq.fill_len)
         seq.life.mark(Stage.ACCEPTED)
-        seq.cached = seq.prompt_len
+        seq.cached = seq.fill_len
         seq.capacity = len(lease.pages) * self.device.spec.page_size
         seq.move(State.DECODING)
         self._insert(seq.decode_target[1], seq)
@@ -364,7 +364,7 @@ class Pool:
         left = seq.prompt_left
         if self.role != "prefill":
             return left
-        first, size = seq.cached <= seq.hit_tokens, self.device.spec.page_size
+        first, size = seq.cached <= lease_of(seq).hit_tokens, self.device.spec.page_size
         return next_chunk(left, self.limits.max_tokens, first=first, page_size=size, costs=costs)
 
     def _send(self, replica: int, seq: Sequence) -> None:
@@ -372,7 +372,7 @@ class Pool:
 
         Steps that are dispatched later come after the copy.
         """
-        if seq.request.params.max_tokens == 1:  # ends here, whatever the token
+        if len(seq.request.outputs) + 1 == seq.max_tokens:  # ends here, whatever the token
             return
         lease = lease_of(seq)
         ready = take_chunk(self.device, replica, seq, lease, self.limits.page_bytes * self.limits.spec.tp)

@@ -133,7 +133,9 @@ class Request:
     say) find each other's prompts in the prefix cache.
 
     `outputs` are tokens of the answer that were made elsewhere, and that the client has: it goes on behind them, as if
-    they had been made here. They count for `max_tokens`, penalties, grammar and random keys; there is one sample then.
+    they had been made here. They count for `max_tokens`, `min_tokens`, penalties, grammar, random keys and usage; there
+    is one sample then, with a seed of its own. None of them may end the answer. Events tell of what is new only, and
+    `prompt_logprobs` do not come again.
     """
 
     request_id: str
@@ -166,6 +168,31 @@ class Request:
                 f"max_tokens={self.params.max_tokens} with a prompt of {len(self.prompt_ids)} tokens makes {total}, "
                 f"above the limit of {max_model_len} (--max-model-len); shorten the prompt or lower max_tokens",
                 field="max_tokens",
+            )
+        if self.outputs:
+            self._validate_outputs(vocab_size)
+
+    def _validate_outputs(self, vocab_size: int) -> None:
+        worst = max(self.outputs) if min(self.outputs) >= 0 else min(self.outputs)
+        if not 0 <= worst < vocab_size:
+            raise InvalidArgument(
+                f"outputs holds {worst}, which is outside the vocabulary 0..{vocab_size - 1}", field="outputs"
+            )
+        if len(self.outputs) >= self.params.max_tokens:
+            raise InvalidArgument(
+                f"outputs has {len(self.outputs)} tokens of max_tokens={self.params.max_tokens}: the answer is "
+                "complete; take it as it is",
+                field="outputs",
+            )
+        if self.params.n != 1:
+            raise InvalidArgument(
+                f"outputs are of one answer and n={self.params.n} must be 1 with them; send a request for each sample, "
+                "with the sample's own seed",
+                field="n",
+            )
+        if self.params.seed is None:
+            raise InvalidArgument(
+                "outputs without a seed cannot go on as they began; give the seed they were sampled with", field="seed"
             )
 
 

@@ -62,7 +62,7 @@ class Reservations:
 
     def _reserve_both(self, seq: Sequence, pool: Pool) -> bool:
         page_size, fresh = self._limits.page_size, scores_prompt(seq)
-        prompt_pages = -(-seq.prompt_len // page_size)
+        prompt_pages = -(-seq.fill_len // page_size)
         need = Need(
             prefill_pages=prompt_pages,
             decode_pages=-(-seq.reserved_len(self._limits.reserve_tokens) // page_size),
@@ -104,7 +104,7 @@ class Reservations:
             for pools in (self.prefill, self.decode)
         )
         return prefill_here(
-            seq.prompt_len - max(there, here) * size, seq.prompt_len - here * size, limit=limit, costs=self.costs()
+            seq.fill_len - max(there, here) * size, seq.fill_len - here * size, limit=limit, costs=self.costs()
         )
 
 

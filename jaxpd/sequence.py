@@ -16,7 +16,9 @@
 
 In a pool that prefills and decodes there is no hand-off: PREFILLING --first token--> DECODING, on the same pages and
 slot, which both leases stand for. A sequence that is preempted there gives everything back and is QUEUED again, to be
-computed from the tokens it has (`fill_len` of them) like any prompt.
+computed from the tokens it has (`fill_len` of them) like any prompt. So is one that comes with tokens that another
+engine has made (`Request.outputs`), from the beginning and on both sides of a hand-off: its "first token" is then the
+first one behind those.
 
 Each state belongs to one thread (of the pool that has it: OFFERED to the decode pool's), and only that thread moves a
 sequence on. Other threads may set `abort_requested`, which every owner looks at before it moves on.
@@ -31,7 +33,7 @@ import numpy as np
 
 from jaxpd.cache.keys import Chain
 from jaxpd.cache.prefix import PrefixLease
-from jaxpd.errors import HandoffFailed, JaxpdError
+from jaxpd.errors import HandoffFailed, InvalidArgument, JaxpdError
 from jaxpd.grammar import GrammarState
 from jaxpd.life import Life, Stage
 from jaxpd.policies.queueing import Rank
@@ -63,29 +65,30 @@ _STAGES = {State.PREFILLING: Stage.ADMITTED, State.OFFERED: Stage.PREFILL_END, S
 class Sequence:
     """One sample of one request. Counters are in tokens.
 
-    Raises InvalidArgument for options that the device has no room for.
+    Raises InvalidArgument for options that the device has no room for, and for `request.outputs` behind which nothing
+    can come: they end it, or its grammar forbids them.
     """
 
     request: Request
     eos_ids: frozenset[int]
-    chain: Chain  # names of its full pages; knows no token where the prefix cache is off
+    chain: Chain  # names of the full pages of all its tokens; knows none where the prefix cache is off
     sample: int = 0
     seed: int = 0
-    grammar: GrammarState | None = None  # where its output stands in what it has to match
+    grammar: GrammarState | None = None  # where its output stands in what it has to match; new ones are at the start
     siblings: list[Sequence] = dataclasses.field(default_factory=list)  # of sample 0: those that wait for its prompt
     state: State = State.QUEUED
     life: Life = dataclasses.field(default_factory=Life)
-    outputs: list[int] = dataclasses.field(default_factory=list)  # tokens read back so far
+    outputs: list[int] = dataclasses.field(init=False)  # tokens known so far: the request's own, and those read back
     cached: int = 0  # tokens whose KV has been dispatched in the pool it is in
-    sampled: int = 0  # output tokens whose sampling has been dispatched (at most one step ahead of `outputs`)
+    sampled: int = dataclasses.field(init=False)  # output tokens dispatched (at most one step ahead of `outputs`)
     prefill_lease: PrefixLease | None = None
     decode_lease: PrefixLease | None = None
     hit_tokens: int = 0  # of the prompt, that were in the cache of the pool that computed it first
     decode_target: tuple[int, int] = (0, 0)  # decode pool, replica
     prefill_replica: int = 0
     staging_bytes: int = 0  # charged for what has not been offered yet
-    sent_pages: int = 0  # of the prompt, offered or there already
-    landed_pages: int = 0  # of the prompt, in the decode replica's pages (counted by the decode pool's thread)
+    sent_pages: int = 0  # of the `fill_len` tokens, offered or there already
+    landed_pages: int = 0  # of those, in the decode replica's pages (counted by the decode pool's thread)
     transfer_error: HandoffFailed | None = None  # why it cannot be taken over (set by the decode pool's thread)
     passed: int = 0  # later requests that were admitted before it
     abort_requested: bool = False
@@ -106,8 +109,33 @@ class Sequence:
         self.flags = int(flags)  # operations of an enum would take microseconds a row and step
         if flags.needs_slot:
             self.options = options_row(params, sorted(self.ending))
-        self.fill_len = self.prompt_len
+        self.outputs = list(self.request.outputs)
+        self.sampled = len(self.outputs)
+        self.fill_len = self.prompt_len + len(self.outputs)
+        if self.outputs:
+            self._check_outputs()
         self.life.mark(Stage.ARRIVED, at_s=self.request.arrival_s)
+
+    def _check_outputs(self) -> None:
+        """Moves the grammar behind the outputs that it comes with. Raises InvalidArgument where that is the end."""
+        for index, token in enumerate(self.outputs):
+            if token in self.ending:
+                raise InvalidArgument(
+                    f"outputs holds token {token} at index {index}, which ends the answer; take it as it is",
+                    field="outputs",
+                )
+            if self.grammar is None:
+                continue
+            try:
+                self.grammar.accept(token)
+            except RuntimeError as error:
+                raise InvalidArgument(f"outputs do not match structured_output: {error}", field="outputs") from error
+            if self.grammar.finished:
+                raise InvalidArgument(
+                    f"outputs complete structured_output at index {index}, and nothing can follow; take the answer as "
+                    "it is",
+                    field="outputs",
+                )
 
     def move(self, state: State) -> None:
         """Goes to `state`. Raises RuntimeError when the table does not allow it."""

@@ -62,7 +62,7 @@ class Hold:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SequenceStats:
-    """Where one sequence is. `computed` tokens of its prompt are dispatched, `tokens` of its answer were read."""
+    """Where one sequence is. `computed` tokens of its prompt are dispatched, `tokens` of its answer are known."""
 
     request_id: str
     sample: int
@@ -150,7 +150,7 @@ def read_sequence(seq: Sequence, places: Mapping[PrefixCache, tuple[str, int, in
         sample=seq.sample,
         state=state.value,
         prompt_tokens=seq.prompt_len,
-        computed=seq.prompt_len if seq.outputs else min(cached, seq.prompt_len),
+        computed=min(cached, seq.prompt_len),
         tokens=len(seq.outputs),
         holds=tuple(holds),
     )

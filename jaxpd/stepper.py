@@ -214,8 +214,9 @@ class Stepper:
     def _set_slot(self, replica: int, lease: PrefixLease, seq: Sequence) -> None:
         """Before the first sampling in a slot: the device gets the options, and the counts of all that was said.
 
-        From then on the device counts what it samples itself. All outputs are known here at that time: there are none,
-        or the sequence comes from another slot, and its last token was read before it left that.
+        From then on the device counts what it samples itself. All outputs are known here at that time: there are
+        none but those that the request came with, or the sequence comes from another slot, and its last token was read
+        before it left that.
         """
         if self._slot_users.get((replica, lease.slot)) is lease:
             return

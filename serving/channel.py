@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import os
 import pathlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import grpc
@@ -32,7 +32,7 @@ OPTIONS = (
     ("grpc.keepalive_timeout_ms", 20_000),
     ("grpc.http2.max_pings_without_data", 0),
 )
-_CLASSES: dict[str, type[JaxpdError]] = {
+CLASSES: dict[str, type[JaxpdError]] = {
     cls.code: cls
     for cls in (
         InvalidArgument,
@@ -95,11 +95,12 @@ class Way:
             return grpc.secure_channel(self.server, self._credentials(), options=OPTIONS)
         return grpc.insecure_channel(self.server, options=OPTIONS)
 
-    def aio_channel(self) -> grpc.aio.Channel:
-        """One for an event loop. Raises InvalidArgument for a file that cannot be read."""
+    def aio_channel(self, more: Sequence[tuple[str, int]] = ()) -> grpc.aio.Channel:
+        """One for an event loop; `more` options win. Raises InvalidArgument for a file that cannot be read."""
+        options = tuple((dict(OPTIONS) | dict(more)).items())
         if self.secure:
-            return grpc.aio.secure_channel(self.server, self._credentials(), options=OPTIONS)
-        return grpc.aio.insecure_channel(self.server, options=OPTIONS)
+            return grpc.aio.secure_channel(self.server, self._credentials(), options=options)
+        return grpc.aio.insecure_channel(self.server, options=options)
 
     def _credentials(self) -> grpc.ChannelCredentials:
         ca_certs, certificate, key = (
@@ -122,7 +123,7 @@ class Way:
         if "x-request-id" in trailers:  # said by jaxpd itself
             if status is grpc.StatusCode.RESOURCE_EXHAUSTED:
                 return ResourceExhausted(details, retry_after_s=int(trailers.get("retry-after-ms", 1000)) / 1000)
-            return _CLASSES.get(status.name, Internal)(details)
+            return CLASSES.get(status.name, Internal)(details)
         if status is grpc.StatusCode.UNAVAILABLE:
             return self._unavailable(details)
         if status is grpc.StatusCode.DEADLINE_EXCEEDED:
@@ -164,12 +165,13 @@ class Way:
         )
 
 
-def check_address(server: str) -> str:
-    """`server` if it is HOST:PORT. Raises InvalidArgument."""
+def check_address(server: str, flag: str = "--server") -> str:
+    """`server` if it is HOST:PORT. Raises InvalidArgument naming `flag`."""
     host, colon, port = server.rpartition(":")
     if not (host and colon and port.isascii() and port.isdigit() and 1 <= int(port) <= 65535):
         raise InvalidArgument(
-            f"--server {server} must be HOST:PORT with a port from 1 to 65535, such as 127.0.0.1:50051", field="server"
+            f"{flag} {server} must be HOST:PORT with a port from 1 to 65535, such as 127.0.0.1:50051",
+            field=flag.lstrip("-").replace("-", "_"),
         )
     return server
 

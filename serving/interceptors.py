@@ -10,19 +10,19 @@ A caller without a valid key is refused before its message is parsed. Metrics an
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import contextvars
 import dataclasses
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
-from typing import Any
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable
+from typing import Any, Protocol
 
 import grpc
 from google.protobuf.message import DecodeError
 
 from jaxpd.errors import InvalidArgument, JaxpdError, ResourceExhausted, Unauthenticated
 from serving.callers import Keys, bearer
-from serving.gateway import Gateway
 from serving.messages import check_request_id, new_request_id
 from serving.observer import Origin
 from serving.proto.jaxpd.v1 import inference_pb2
@@ -57,10 +57,16 @@ def this_call() -> Call:
     return _this_call.get()
 
 
+class Requests(Protocol):
+    """What is asked of a gateway here."""
+
+    def in_use(self, request_id: str) -> bool: ...
+
+
 class StatusInterceptor(grpc.aio.ServerInterceptor):
     """Gives every call an id, and turns what its handler raises into a status that is safe to show."""
 
-    def __init__(self, gateway: Gateway) -> None:
+    def __init__(self, gateway: Requests) -> None:
         self._gateway = gateway
         self._claimed: set[str] = set()  # ids on offer that a running call has taken, before the gateway knows them
 
@@ -72,14 +78,19 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
         if handler is None:
             return None
         method = handler_call_details.method
-        make, inner = _parts(handler)
+        make, inner = parts(handler)
 
         async def one(message: Any, context: grpc.aio.ServicerContext) -> Any:
             return await inner(_readable(message, method), context)
 
         async def many(messages: AsyncIterator[Any], context: grpc.aio.ServicerContext) -> None:
-            async for answer in inner((_readable(message, method) async for message in messages), context):
-                await context.write(answer)
+            # Closed here and now: a generator that is left to itself is closed some time, and so are those in it.
+            async with (
+                contextlib.aclosing(_all_readable(messages, method)) as readable,
+                contextlib.aclosing(inner(readable, context)) as answers,
+            ):
+                async for answer in answers:
+                    await context.write(answer)
 
         guarded = self._guarded(many if handler.request_streaming else one, method)
         return make(guarded, _parse_or_error(handler.request_deserializer), handler.response_serializer)
@@ -143,11 +154,11 @@ class CallerInterceptor(grpc.aio.ServerInterceptor):
         handler, method = await continuation(handler_call_details), handler_call_details.method
         if handler is None or not method.startswith(GUARDED) or method in PROBES:
             return handler
-        make, inner = _parts(handler)
+        make, inner = parts(handler)
         try:
             caller = self._keys.find(_bearer(handler_call_details.invocation_metadata or ()))
         except Unauthenticated as error:
-            return make(_refusing(error), None, handler.response_serializer)
+            return make(refusing(error, stream=handler.request_streaming), None, handler.response_serializer)
 
         async def call(message: Any, context: grpc.aio.ServicerContext) -> Any:
             this = this_call()
@@ -157,14 +168,22 @@ class CallerInterceptor(grpc.aio.ServerInterceptor):
         return make(call, handler.request_deserializer, handler.response_serializer)
 
 
-def _refusing(error: JaxpdError) -> Handle:
+def refusing(error: JaxpdError, *, stream: bool = False) -> Handle:
+    """A handler that raises `error` whatever it is asked; `stream`: one that takes a stream and answers with one."""
+
     async def refuse(message: Any, context: grpc.aio.ServicerContext) -> Any:
         raise error
 
-    return refuse
+    async def refuse_all(messages: Any, context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
+        nothing: tuple[Any, ...] = ()
+        for none in nothing:
+            yield none  # which makes it a generator
+        raise error
+
+    return refuse_all if stream else refuse
 
 
-def _parts(handler: grpc.RpcMethodHandler) -> tuple[Callable[..., grpc.RpcMethodHandler], Handle]:
+def parts(handler: grpc.RpcMethodHandler) -> tuple[Callable[..., grpc.RpcMethodHandler], Handle]:
     """How to make a handler of the same kind, and what it calls."""
     if handler.request_streaming and handler.response_streaming:
         return grpc.stream_stream_rpc_method_handler, handler.stream_stream
@@ -229,6 +248,11 @@ def _readable(message: Any, method: str) -> Any:
     if isinstance(message, DecodeError):
         raise InvalidArgument(f"the request does not parse as the message of {method}")
     return message
+
+
+async def _all_readable(messages: AsyncIterator[Any], method: str) -> AsyncGenerator[Any, None]:
+    async for message in messages:
+        yield _readable(message, method)
 
 
 def _shortened(details: str) -> str:

@@ -13,7 +13,7 @@ import socket
 
 from jaxpd.errors import FailedPrecondition, InvalidArgument
 
-GRPC, HTTP = "--grpc-port", "--port"
+GRPC, HTTP, HOST = "--grpc-port", "--port", "--host"
 
 
 def check_port(port: int, flag: str = GRPC) -> None:
@@ -22,7 +22,7 @@ def check_port(port: int, flag: str = GRPC) -> None:
         raise InvalidArgument(f"{flag} {port} must be between 0 (any free port) and 65535", field=_field(flag))
 
 
-def addresses(host: str) -> list[str]:
+def addresses(host: str, host_flag: str = HOST) -> list[str]:
     """Numeric addresses of `host`, in brackets for IPv6. Raises FailedPrecondition if it has none here."""
     with contextlib.suppress(ValueError):
         address = ipaddress.ip_address(host)
@@ -31,15 +31,16 @@ def addresses(host: str) -> list[str]:
         found = socket.getaddrinfo(host or None, 0, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError) as error:
         raise FailedPrecondition(
-            f"--host {host} has no address ({error}); use an address of this machine, such as 127.0.0.1", field="host"
+            f"{host_flag} {host} has no address ({error}); use an address of this machine, such as 127.0.0.1",
+            field=_field(host_flag),
         ) from None
     numeric = [(family, info[0]) for family, _, _, _, info in found]
     usable = [str(a) if f == socket.AF_INET else f"[{a}]" for f, a in dict.fromkeys(numeric) if _is_here(f, str(a))]
     if not usable:
         raise FailedPrecondition(
-            f"--host {host} is {numeric[0][1]}, no address of this machine; use one of its own, such as 127.0.0.1, or "
-            "0.0.0.0 for all of them",
-            field="host",
+            f"{host_flag} {host} is {numeric[0][1]}, no address of this machine; use one of its own, such as "
+            "127.0.0.1, or 0.0.0.0 for all of them",
+            field=_field(host_flag),
         )
     return usable
 
@@ -96,13 +97,14 @@ def _ask_after_the_silent(sock: socket.socket) -> None:
             sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
 
 
-def bind_error(host: str, address: str, port: int, flag: str = GRPC) -> FailedPrecondition:
-    """Why `port` of `address`, one of those of `host`, could not be bound; `flag` is where the port was given."""
+def bind_error(host: str, address: str, port: int, flag: str = GRPC, *, host_flag: str = HOST) -> FailedPrecondition:
+    """Why `port` of `address`, one of those of `host`, could not be bound; the flags are where they were given."""
     code = _probe(socket.AF_INET6 if ":" in address else socket.AF_INET, address, port)
     if code == errno.EADDRNOTAVAIL:
         return FailedPrecondition(
-            f"--host {host} is no address of this machine; use one of its own, such as 127.0.0.1, or 0.0.0.0 for all",
-            field="host",
+            f"{host_flag} {host} is no address of this machine; use one of its own, such as 127.0.0.1, or 0.0.0.0 for "
+            "all",
+            field=_field(host_flag),
         )
     if code == errno.EACCES:
         return FailedPrecondition(
@@ -110,7 +112,7 @@ def bind_error(host: str, address: str, port: int, flag: str = GRPC) -> FailedPr
         )
     why = "is in use" if code in (errno.EADDRINUSE, 0) else f"cannot be bound (error {errno.errorcode.get(code, code)})"
     return FailedPrecondition(
-        f"{flag} {port} on --host {host} {why}; stop what listens there or use another port (0: any free one)",
+        f"{flag} {port} on {host_flag} {host} {why}; stop what listens there or use another port (0: any free one)",
         field=_field(flag),
     )
 

@@ -58,7 +58,7 @@ def request_from_proto(message: pb.GenerateRequest) -> GenerateRequest:
         priority=get(message, "priority"),
         cache_salt=get(message, "cache_salt"),
         logit_bias=dict(sampling.logit_bias) if sampling.logit_bias else None,
-        structured=_structured_from_proto(sampling),
+        structured=structured_from_proto(sampling),
         stop=tuple(stopping.stop),
         stop_token_ids=tuple(stopping.stop_token_ids),
         **{field: get(sampling, field) for field in SAMPLING},
@@ -101,7 +101,7 @@ def request_to_proto(request: GenerateRequest) -> pb.GenerateRequest:
         except (ValueError, TypeError) as error:
             raise InvalidArgument(f"logit_bias holds {token!r}: {bias!r}: {error}", field="logit_bias") from error
     if request.structured is not None:
-        _add_structured(message.sampling, request.structured)
+        add_structured(message.sampling, request.structured)
     message.stopping.stop.extend(request.stop)
     extend(message.stopping.stop_token_ids, request.stop_token_ids, "stop_token_ids")
     return message
@@ -168,7 +168,8 @@ def _json(message: ProtoMessage, field: str, where: str, kind: type) -> Any:
     return tuple(value) if isinstance(value, list) else value
 
 
-def _structured_from_proto(sampling: pb.SamplingOptions) -> StructuredOutput | None:
+def structured_from_proto(sampling: pb.SamplingOptions) -> StructuredOutput | None:
+    """What the answer has to match; None: nothing."""
     match sampling.WhichOneof("structured"):
         case None:
             return None
@@ -180,7 +181,8 @@ def _structured_from_proto(sampling: pb.SamplingOptions) -> StructuredOutput | N
             return StructuredOutput(kind=_KINDS[field], text=getattr(sampling, field))
 
 
-def _add_structured(sampling: pb.SamplingOptions, structured: StructuredOutput) -> None:
+def add_structured(sampling: pb.SamplingOptions, structured: StructuredOutput) -> None:
+    """Sets what the answer has to match."""
     if structured.kind == JSON_OBJECT:
         sampling.json_object = True
     elif structured.kind == CHOICE:

@@ -15,13 +15,13 @@ from serving.messages import Answer, Finished, Message, Sample, Tokens, Understo
 from serving.proto.jaxpd.v1 import inference_pb2 as pb
 from serving.wire import SAMPLING, STOPPING, get, set_
 
-_REASONS = {
+REASONS = {
     FinishReason.STOP: pb.FINISH_REASON_STOP,
     FinishReason.LENGTH: pb.FINISH_REASON_LENGTH,
     FinishReason.ABORT: pb.FINISH_REASON_ABORT,
     FinishReason.ERROR: pb.FINISH_REASON_ERROR,
 }
-_REASONS_BACK = {value: reason for reason, value in _REASONS.items()}
+REASONS_BACK = {value: reason for reason, value in REASONS.items()}
 _STAGES = {stage.value for stage in Stage}
 
 
@@ -36,8 +36,8 @@ def message_to_proto(message: Message) -> pb.GenerateStreamResponse:
                     count=message.count,
                     token_ids=message.token_ids,
                     text=message.text,
-                    logprobs=_scores_to_proto(message.logprobs),
-                    prompt_logprobs=_scores_to_proto(message.prompt_logprobs),
+                    logprobs=scores_to_proto(message.logprobs),
+                    prompt_logprobs=scores_to_proto(message.prompt_logprobs),
                 )
             )
         case Understood():
@@ -59,8 +59,8 @@ def message_from_proto(message: pb.GenerateStreamResponse) -> Message | None:
                 token_ids=tuple(tokens.token_ids),
                 text=get(tokens, "text"),
                 sample=tokens.sequence,
-                logprobs=_scores_from_proto(tokens.logprobs) or None,
-                prompt_logprobs=_scores_from_proto(tokens.prompt_logprobs) or None,
+                logprobs=scores_from_proto(tokens.logprobs) or None,
+                prompt_logprobs=scores_from_proto(tokens.prompt_logprobs) or None,
             )
         case "finish":
             return _finish_from_proto(message.finish)
@@ -77,12 +77,12 @@ def answer_to_proto(answer: Answer) -> pb.GenerateResponse:
                 sequence=sample.index,
                 token_ids=sample.token_ids,
                 text=sample.text,
-                logprobs=_scores_to_proto(sample.logprobs),
+                logprobs=scores_to_proto(sample.logprobs),
                 finish=_finish_to_proto(sample.finished),
             )
             for sample in answer.samples
         ],
-        prompt_logprobs=_scores_to_proto(answer.prompt_logprobs),
+        prompt_logprobs=scores_to_proto(answer.prompt_logprobs),
     )
 
 
@@ -99,18 +99,19 @@ def answer_from_proto(response: pb.GenerateResponse) -> Answer:
                 index=sequence.sequence,
                 token_ids=tuple(sequence.token_ids),
                 text=get(sequence, "text"),
-                logprobs=_scores_from_proto(sequence.logprobs) if scored else None,
+                logprobs=scores_from_proto(sequence.logprobs) if scored else None,
                 finished=_finish_from_proto(sequence.finish),
             )
             for sequence in response.sequences
         ),
-        prompt_logprobs=_scores_from_proto(response.prompt_logprobs)
+        prompt_logprobs=scores_from_proto(response.prompt_logprobs)
         if understood.params.prompt_logprobs is not None
         else None,
     )
 
 
-def _scores_to_proto(scores: Iterable[TokenLogprobs] | None) -> list[pb.TokenLogprobs]:
+def scores_to_proto(scores: Iterable[TokenLogprobs] | None) -> list[pb.TokenLogprobs]:
+    """One entry a token; none for None."""
     return [
         pb.TokenLogprobs(
             logprob=entry.logprob,
@@ -121,7 +122,8 @@ def _scores_to_proto(scores: Iterable[TokenLogprobs] | None) -> list[pb.TokenLog
     ]
 
 
-def _scores_from_proto(scores: Iterable[pb.TokenLogprobs]) -> tuple[TokenLogprobs, ...]:
+def scores_from_proto(scores: Iterable[pb.TokenLogprobs]) -> tuple[TokenLogprobs, ...]:
+    """One entry a token."""
     return tuple(
         TokenLogprobs(logprob=entry.logprob, top=tuple(zip(entry.top_token_ids, entry.top_logprobs, strict=True)))
         for entry in scores
@@ -177,10 +179,10 @@ def _info_from_proto(info: pb.RequestInfo) -> Understood:
 def _finish_to_proto(message: Finished) -> pb.Finish:
     finish = pb.Finish(
         sequence=message.sample,
-        reason=_REASONS[message.reason],
+        reason=REASONS[message.reason],
         usage=pb.Usage(**dataclasses.asdict(message.usage)),
         timings=pb.Timings(**dataclasses.asdict(message.timings)),
-        timeline=[pb.Moment(stage=m.stage.value, at_s=m.at_s, tokens=m.tokens) for m in message.timeline or ()],
+        timeline=moments_to_proto(message.timeline or ()),
     )
     set_(finish, "stop_token_id", message.stop_token_id)
     set_(finish, "stop_string", message.stop_string)
@@ -188,13 +190,23 @@ def _finish_to_proto(message: Finished) -> pb.Finish:
 
 
 def _finish_from_proto(finish: pb.Finish) -> Finished:
-    timeline = [Moment(Stage(m.stage), m.at_s, m.tokens) for m in finish.timeline if m.stage in _STAGES]
+    timeline = moments_from_proto(finish.timeline)
     return Finished(
-        reason=_REASONS_BACK.get(finish.reason, FinishReason.STOP),  # as the proto's rules say
+        reason=REASONS_BACK.get(finish.reason, FinishReason.STOP),  # as the proto's rules say
         usage=Usage(**{f.name: getattr(finish.usage, f.name) for f in dataclasses.fields(Usage)}),
         timings=Timings(**{f.name: get(finish.timings, f.name) for f in dataclasses.fields(Timings)}),
         stop_token_id=get(finish, "stop_token_id"),
         stop_string=get(finish, "stop_string"),
         sample=finish.sequence,
-        timeline=tuple(timeline) if timeline else None,
+        timeline=timeline or None,
     )
+
+
+def moments_to_proto(moments: Iterable[Moment]) -> list[pb.Moment]:
+    """As they are: whoever reads them has to know since when `at_s` counts."""
+    return [pb.Moment(stage=m.stage.value, at_s=m.at_s, tokens=m.tokens) for m in moments]
+
+
+def moments_from_proto(moments: Iterable[pb.Moment]) -> tuple[Moment, ...]:
+    """Without those of stages that are not known here."""
+    return tuple(Moment(Stage(m.stage), m.at_s, m.tokens) for m in moments if m.stage in _STAGES)

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 import typer.core
 
-from jaxpd.cli import bench, convert, env, generate, serve
+from jaxpd.cli import bench, convert, env, generate, router, serve, worker, workers
 from jaxpd.errors import JaxpdError
 from jaxpd.version import __version__
 
@@ -82,6 +82,9 @@ def _jaxpd(
 
 
 app.command("serve")(serve.serve)
+app.command("worker")(worker.worker)
+app.command("router")(router.router)
+app.command("workers")(workers.workers)
 app.command("generate")(generate.generate)
 app.command("convert")(convert.convert)
 app.command("env")(env.env)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from jaxpd.cli import options, server_options
@@ -13,7 +14,6 @@ from jaxpd.config import EngineConfig
 from jaxpd.version import __version__
 
 if TYPE_CHECKING:
-    from jaxpd.limits import Limits
     from serving.config import Ports, ServerConfig
 
 
@@ -120,16 +120,24 @@ def _run(model: str, config: EngineConfig, server_config: ServerConfig, *, log_f
         return engine
 
     def on_ready(ports: Ports) -> None:
-        lines = banner(engines[0].limits, server_config, ports, time.monotonic() - started_s)
-        print("\n".join(lines), flush=True)
+        limits = engines[0].limits
+        what = f"serves {limits.model} in {limits.dtype}: {shown_meshes(limits.meshes)}"
+        print("\n".join(banner(what, server_config, ports, time.monotonic() - started_s)), flush=True)
 
     asyncio.run(server.serve(make_engine, server_config, on_ready=on_ready))
 
 
-def banner(limits: Limits, config: ServerConfig, ports: Ports, ready_s: float) -> list[str]:
-    """What a person sees when the server is ready; the last lines are to be typed in another terminal."""
+def shown_meshes(meshes: Mapping[str, Sequence[str]]) -> str:
+    """ "prefill on 8x1; decode on 1x8"."""
     words = {"mixed": "prefill and decode"}
-    meshes = [f"{words.get(role, role)} on {','.join(specs)}" for role, specs in limits.meshes.items()]
+    return "; ".join(f"{words.get(role, role)} on {','.join(specs)}" for role, specs in meshes.items())
+
+
+def banner(what: str, config: ServerConfig, ports: Ports, ready_s: float, *, also: Sequence[str] = ()) -> list[str]:
+    """What a person sees when the server is ready; the last lines are to be typed in another terminal.
+
+    `what` it does, and what else it listens on.
+    """
     scheme = "http" if config.tls is None else "https"
     where, commands = [], []
     if ports.http is not None:
@@ -148,8 +156,8 @@ def banner(limits: Limits, config: ServerConfig, ports: Ports, ready_s: float) -
         commands.append(f'{command_name()} generate --server {reached}{more} --prompt "The capital of France is"')
     return [
         "",
-        f"jaxpd {__version__} serves {limits.model} in {limits.dtype}: {'; '.join(meshes)}",
-        f"{', '.join(where)}, ready in {seconds(ready_s)}. Ctrl-C stops it. In another terminal:",
+        f"jaxpd {__version__} {what}",
+        f"{', '.join((*where, *also))}, ready in {seconds(ready_s)}. Ctrl-C stops it. In another terminal:",
         "",
         *(f"    {command}" for command in commands),
         "",

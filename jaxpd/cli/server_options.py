@@ -129,11 +129,10 @@ def server_config(
 ) -> ServerConfig:
     """Checked before a model is fetched. Raises InvalidArgument naming the flag."""
     from serving.callers import load_keys
-    from serving.config import LOG_FORMATS, ServerConfig
+    from serving.config import ServerConfig
     from serving.tls import tls_of
 
-    if log_format not in LOG_FORMATS:
-        raise InvalidArgument(f"--log-format {log_format} must be one of {', '.join(LOG_FORMATS)}", field="log_format")
+    check_log_format(log_format)
     return ServerConfig(
         host=host,
         port=port,
@@ -142,3 +141,11 @@ def server_config(
         tls=tls_of(ssl_certfile, ssl_keyfile, ssl_ca_certs),
         **more,
     )
+
+
+def check_log_format(log_format: str) -> None:
+    """Raises InvalidArgument for one that does not exist."""
+    from serving.config import LOG_FORMATS
+
+    if log_format not in LOG_FORMATS:
+        raise InvalidArgument(f"--log-format {log_format} must be one of {', '.join(LOG_FORMATS)}", field="log_format")

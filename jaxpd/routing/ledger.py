@@ -137,6 +137,10 @@ class Ledger:
         """Number of the choice that chose it last, 0 before the first."""
         return self._chosen.get(site, 0)
 
+    def legs(self, worker: str, leg: Leg) -> int:
+        """How many of one kind are charged to a worker."""
+        return sum(charge.leg is leg and charge.site.worker == worker for charge in self._charges.values())
+
     @property
     def in_flight(self) -> int:
         """Legs that are charged."""

@@ -70,6 +70,7 @@ class Roster:
         self.index = index or PrefixIndex()
         self._members: dict[str, Member] = {}
         self._sent: dict[str, _Sent] = {}  # by request
+        self.openings = 0  # of circuit breakers, so far
 
     def join(
         self, name: str, role: Role, *, replicas: int, pages: int, slots: int = 256, queue_limit: int = 1024
@@ -170,6 +171,10 @@ class Roster:
         """One of its replicas took so long for a decode step of so many sequences."""
         self._learn(worker, "step", sequences, step_s)
 
+    def transferred(self, worker: str, *, moved_bytes: int, transfer_s: float) -> None:
+        """A hand-off to it took so long; where that is known at the end only, and `decoding` could not say it."""
+        self._learn(worker, "transfer", moved_bytes, transfer_s)
+
     def end(self, request_id: str, *, now_s: float, keys: Sequence[bytes] = ()) -> None:
         """Answered to the end. `keys`: those of prompt and answer, which the decode replica has now."""
         sent = self._give_back(request_id, now_s)
@@ -241,7 +246,9 @@ class Roster:
         choice = sent.route.prefill if leg is Leg.PREFILL else sent.route.decode
         member = self._members.get(choice.site.worker)
         if member is not None:
-            breaker = member.breaker(leg).ended(what, sent_s=sent.at_s, now_s=now_s)
+            before = member.breaker(leg)
+            breaker = before.ended(what, sent_s=sent.at_s, now_s=now_s)
+            self.openings += breaker.openings > before.openings
             self._members[member.name] = member.with_breaker(leg, breaker)
 
     def _learn(self, worker: str, what: str, units: float, seconds: float) -> None:

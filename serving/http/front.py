@@ -13,13 +13,13 @@ import contextlib
 import resource
 import socket
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import uvicorn
+from fastapi import FastAPI
 
 from serving import ports
 from serving.callers import Keys
-from serving.gateway import Gateway
 from serving.http.app import make_app
 from serving.http.connection import Connection, close_late_ones
 from serving.http.options import HttpOptions
@@ -32,22 +32,24 @@ LAST_WORDS_S = 1.0  # for tasks that were cancelled to end
 
 
 class HttpFront:
-    """One HTTP server over one gateway; made, bound, started and stopped on one event loop."""
+    """One HTTP server over one gateway; made, bound, started and stopped on one event loop.
+
+    `make` makes its routes: all of them, or `make_system_app` for a process without clients.
+    """
 
     def __init__(
         self,
-        gateway: Gateway,
+        gateway: Any,
         *,
         keys: Keys | None = None,
         tls: Tls | None = None,
         metrics_render: Callable[[str], tuple[bytes, str]] | None = None,
         options: HttpOptions | None = None,
+        make: Callable[..., FastAPI] = make_app,
     ) -> None:
         options = options or HttpOptions()
         self._ready = Ready(gateway)
-        app = make_app(
-            gateway, keys=keys or Keys({}), metrics_render=metrics_render, options=options, ready=self._ready
-        )
+        app = make(gateway, keys=keys or Keys({}), metrics_render=metrics_render, options=options, ready=self._ready)
         limits = type("Connection", (Connection,), {"options": options, "most_connections": _most(options)})
         config = uvicorn.Config(
             app,

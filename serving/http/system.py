@@ -11,21 +11,23 @@ from fastapi import APIRouter, Request, Response
 
 from jaxpd.errors import FailedPrecondition
 from jaxpd.version import __version__
-from serving.gateway import Gateway
 from serving.http.errors import json_response
 from serving.http.options import HttpOptions
 from serving.http.ready import Ready
+from serving.metrics import Source
 
 
 def make_router(
-    gateway: Gateway,
+    gateway: Source,
     ready: Ready,
     metrics_render: Callable[[str], tuple[bytes, str]] | None,
     options: HttpOptions,
 ) -> APIRouter:
-    """`/health`, `/metrics`, `/version`, `/server_info`, `/start_profile`, `/stop_profile`."""
+    """`/health`, `/ready`, `/metrics`, `/version`, `/server_info`, `/start_profile`, `/stop_profile`."""
     router = APIRouter(tags=["system"])
 
+    @router.head("/ready", include_in_schema=False)
+    @router.get("/ready")
     @router.head("/health", include_in_schema=False)
     @router.get("/health")
     async def health() -> Response:
@@ -67,7 +69,7 @@ def make_router(
     return router
 
 
-def _server_info(gateway: Gateway) -> dict[str, Any]:
+def _server_info(gateway: Source) -> dict[str, Any]:
     model = gateway.model
     return {
         "version": __version__,

@@ -65,12 +65,12 @@ class Running:
     def submit(self, name: str, prompt_ids: Any, **params: Any) -> Answer:
         """Submits a request; greedy with EOS ignored unless told otherwise.
 
-        `priority` and `cache_salt` are the request's, everything else its sampling parameters. The answers of the
-        samples after the first are filed as `NAME/1`, `NAME/2` ...
+        `priority`, `cache_salt` and `outputs` are the request's, everything else its sampling parameters. The answers
+        of the samples after the first are filed as `NAME/1`, `NAME/2` ... An answer begins with `outputs`.
         """
-        of_request = {key: params.pop(key) for key in ("priority", "cache_salt") if key in params}
+        of_request = {key: params.pop(key) for key in ("priority", "cache_salt", "outputs") if key in params}
         options = {"ignore_eos": True, "seed": 0, **params}
-        answer = self.answers[name] = Answer()
+        answer = self.answers[name] = Answer(token_ids=list(of_request.get("outputs", ())))
         others = [f"{name}/{i}" for i in range(1, options.get("n", 1))]
         self.answers.update({other: Answer() for other in others})
         request = Request(

@@ -15,7 +15,19 @@ import tokenizers
 
 from jaxpd.errors import JaxpdError, ResourceExhausted, Unavailable
 from jaxpd.life import Life, Stage
-from jaxpd.request import Event, FinishEvent, FinishReason, Request, Timings, TokenLogprobs, TokensEvent, Usage
+from jaxpd.request import (
+    DecodeLeg,
+    Event,
+    FinishEvent,
+    FinishReason,
+    Leg,
+    PrefillLeg,
+    Request,
+    Timings,
+    TokenLogprobs,
+    TokensEvent,
+    Usage,
+)
 from jaxpd.stats import EngineStats, ReplicaStats
 from jaxpd.tokenizer import Tokenizer
 from serving.model import ServedModel
@@ -62,13 +74,15 @@ def served_model(tokenizer: Tokenizer | None, max_model_len: int = 4096) -> Serv
 class _Running:
     request: Request
     sample: int = 0
-    made: int = 0
+    made: int = 0  # tokens, those that were made elsewhere included
+    leg: Leg | None = None
     aborted: bool = False
     life: Life = dataclasses.field(default_factory=Life)
 
 
 class ScriptedEngine:
-    """Sample i of a request begins i tokens further on in its prompt. `fail_with` ends a request after two tokens with
+    """Sample i of a request begins i tokens further on in its prompt. Of a prefill leg it makes one token, of a decode
+    leg those behind it. `fail_with` ends a request after two tokens with
     that error, if its prompt starts with the byte `!`. `submit_s` is how long `submit` takes where it compiles a
     grammar, which it does not heed."""
 
@@ -89,6 +103,7 @@ class ScriptedEngine:
         self.start_s = start_s
         self.submit_s = submit_s
         self.submitted: list[Request] = []
+        self.legs: list[Leg | None] = []
         self.aborts: list[str] = []
         self.closed = False
         self.draining = False
@@ -100,7 +115,7 @@ class ScriptedEngine:
         time.sleep(self.start_s)
         self._thread.start()
 
-    def submit(self, request: Request) -> None:
+    def submit(self, request: Request, leg: Leg | None = None) -> None:
         if request.params.structured is not None:
             time.sleep(self.submit_s)
         with self._changed:
@@ -109,8 +124,10 @@ class ScriptedEngine:
             if len(self._running) >= self.max_queued:
                 raise ResourceExhausted(f"{self.max_queued} requests wait already", retry_after_s=2.5)
             self.submitted.append(request)
+            self.legs.append(leg)
+            before = len(request.outputs) + isinstance(leg, DecodeLeg)
             for sample in range(request.params.n):
-                running = self._running[request.request_id, sample] = _Running(request, sample)
+                running = self._running[request.request_id, sample] = _Running(request, sample, before, leg)
                 running.life.mark(Stage.ARRIVED, at_s=request.arrival_s)
                 running.life.mark(Stage.ADMITTED)
             self._changed.notify_all()
@@ -184,6 +201,8 @@ class ScriptedEngine:
             events.append(self._finish(running, FinishReason.STOP, stop_token_id=token))
         elif running.made == params.max_tokens:
             events.append(self._finish(running, FinishReason.LENGTH))
+        elif isinstance(running.leg, PrefillLeg):
+            events.append(self._finish(running, FinishReason.HANDED_OFF))
         return events
 
     def _finish(self, running: _Running, reason: FinishReason, **more: Any) -> FinishEvent:

@@ -81,7 +81,10 @@ class Pair:
         self.prefill.side.connected(self.to_decode)
 
     def submit(self, name: str, prompt: Any, *, legs: str = "DP", **params: Any) -> list[int]:
-        """Starts the legs of a request in the order of `legs`; returns the ids of its hand-offs."""
+        """Starts the legs of a request in the order of `legs`; returns the ids of its hand-offs.
+
+        `outputs` is the request's, everything else its sampling parameters.
+        """
         assert name not in self.events, "another name, please: events are kept"
         options = {"ignore_eos": True, "seed": 0, **params}
         handoffs = [secrets.randbits(64) for _ in range(options.get("n", 1))]
@@ -90,8 +93,13 @@ class Pair:
         return handoffs
 
     def start(self, leg: str, name: str, prompt: Any, handoffs: list[int], options: dict[str, Any]) -> None:
+        params = {key: value for key, value in options.items() if key != "outputs"}
         request = Request(
-            request_id=name, prompt_ids=tuple(prompt), params=SamplingParams(**options), arrival_s=time.monotonic()
+            request_id=name,
+            prompt_ids=tuple(prompt),
+            params=SamplingParams(**params),
+            arrival_s=time.monotonic(),
+            outputs=tuple(options.get("outputs", ())),
         )
         with self._news:
             self.events.setdefault(name, [])
@@ -123,16 +131,16 @@ class Pair:
         assert len(found(self.events[name])) == 1
         return found(self.events[name])[0]
 
-    def tokens(self, name: str, sample: int = 0) -> list[int]:
-        """Of both engines, by output index, each of which there must be once."""
+    def tokens(self, name: str, sample: int = 0, *, first: int = 0) -> list[int]:
+        """Of both engines, by output index from `first` on, each of which there must be once."""
         by_index: dict[int, int] = {}
         for _, event in self.events[name]:
             if isinstance(event, TokensEvent) and event.sample == sample:
                 for i, token in enumerate(event.token_ids, event.first_index):
                     assert i not in by_index
                     by_index[i] = token
-        assert sorted(by_index) == list(range(len(by_index)))
-        return [by_index[i] for i in range(len(by_index))]
+        assert sorted(by_index) == list(range(first, first + len(by_index)))
+        return [by_index[i] for i in sorted(by_index)]
 
     def generate(self, name: str, prompt: Any, **params: Any) -> list[int]:
         """The whole answer of one sample."""

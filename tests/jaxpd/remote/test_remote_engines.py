@@ -14,7 +14,7 @@ from jaxpd.errors import HandoffFailed, InvalidArgument
 from jaxpd.remote.messages import FirstToken, Message, NotReserved, Piece, Reserve, Reserved
 from jaxpd.request import DecodeLeg, FinishReason, PrefillLeg, Request, SamplingParams, TokensEvent
 from jaxpd.structured import StructuredOutput
-from meshes.transfer.messages import Ack
+from meshes.transfer.messages import Ack, Refuse
 from tests.jaxpd.remote.pair import Pair
 
 TINY = pathlib.Path(__file__).parents[2] / "data" / "tiny" / "smollm2"
@@ -179,7 +179,8 @@ def test_messages_that_come_twice_change_nothing(kind: type, pair: Pair) -> None
 
 
 def test_a_lost_ack_is_ended_by_the_lease(pairs: Callable[..., Pair]) -> None:
-    pair = pairs("2x1", "1x2", lease_s=1.0)
+    pair = pairs("2x1", "1x2", lease_s=3.0)
+    pair.generate("compiles", [10, *LONG], max_tokens=4)
     lost = hold(pair.to_prefill, Ack)
     assert len(pair.generate("ack lost", [11, *LONG], max_tokens=4)) == 4  # the answer does not wait for it
     assert lost and pair.prefill.stats().staging_bytes > 0
@@ -190,7 +191,7 @@ def test_a_lost_ack_is_ended_by_the_lease(pairs: Callable[..., Pair]) -> None:
 
 
 def test_an_offer_that_nobody_takes_ends_with_its_lease(pairs: Callable[..., Pair]) -> None:
-    pair = pairs("2x1", "1x2", lease_s=1.0)
+    pair = pairs("2x1", "1x2", lease_s=3.0)
     lost = hold(pair.to_decode, Piece)
     pair.submit("never pulled", [12, *LONG], max_tokens=4)
     until(lambda: lost)
@@ -216,6 +217,19 @@ def test_a_pull_that_fails_ends_the_request_here_and_there(pair: Pair, monkeypat
     pair.settle()
     monkeypatch.undo()
     assert len(pair.generate("next after a failed pull", [13, *LONG], max_tokens=4)) == 4
+    pair.settle()
+
+
+def test_a_piece_that_comes_too_late_is_refused(pair: Pair) -> None:
+    held = hold(pair.to_decode, Piece)
+    pair.submit("too late", [14, *LONG], max_tokens=4)
+    until(lambda: held)
+    pair.decode.abort("too late")
+    late = held[0]
+    assert isinstance(late, Piece)
+    pair.decode.side.received(pair.to_prefill, late)
+    assert [m.id for m in pair.to_prefill.sent[-1:] if isinstance(m, Refuse)] == [late.offers[0].id]
+    pair.prefill.abort("too late")
     pair.settle()
 
 
@@ -276,7 +290,8 @@ def at_stage(pair: Pair, stage: str, name: str) -> None:
     pair.submit(name, prompt, max_tokens=40)
     until(lambda: held)
     if stage == "transfer":
-        until(lambda: any(isinstance(m, FirstToken) for m in pair.to_decode.sent[-8:]))
+        [handoff] = {m.handoff for m in held if isinstance(m, Piece)}
+        until(lambda: any(isinstance(m, FirstToken) and m.handoff == handoff for m in pair.to_decode.sent))
 
 
 STAGES = ("expected", "asking", "reserved", "transfer", "before first decode", "decoding")
