@@ -200,7 +200,7 @@ def build_pools(
         for pool, mesh in zip(limits.pools, meshes, strict=True)
     ]
     if followers is not None:
-        followers.prepare(specs[0], limits.pools[0].role)
+        followers.prepare(specs[0], limits.pools[0].role, checkpoint)
     try:
         # before the weights: what compiling needs for a while is free by then
         programs = _compile(limits, specs, progress, at_once=config.precompile)

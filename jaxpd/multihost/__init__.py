@@ -1,16 +1,16 @@
 """A worker that is several processes: one mesh over the devices of all, joined by `jax.distributed`.
 
-    process 0, the leader                                      every other process, a follower
-    ---------------------                                      -------------------------------
-    join       jax.distributed, then its address and a key --> join                                        joining.py
-    lead       listens                                     <-- follow: connects, proves that it has the key channel.py
-    Engine     the memory plan, sent as `Setup`            --> the same programs, its share of the weights  follower.py
-               waits for all                               <-- `Ready`
-    LeaderDevice: a call ... sent as a descriptor          --> the same call                                descriptors.py
-               ... and made                                    (the devices of both meet in the program's collectives)
-    SharedTransport: an offer                              --> its own shards, from its own transfer server  offers.py
-               one offer of all processes                  <-- where they can be pulled
-    close                                                  --> `Goodbye`: it ends
+    process 0, the leader                                  every other process, a follower
+    ---------------------                                  -------------------------------
+    join: jax.distributed, an address and a key       <--> join                                   joining.py
+    listens                                           <--- connects, proves that it has the key   channel.py
+    Engine: the memory plan, sent as `Setup`          ---> the same programs, its own weights     follower.py
+      waits for all, then `Begin`                     <--- `Ready`
+    LeaderDevice: a call, sent as a descriptor        ---> the same call                          descriptors.py
+      and made: the devices of all meet in the collectives of its program
+    RemoteTransport: a piece is offered               ---> its own shards are offered             offers.py
+      one offer, with the addresses of all            <--- where they can be pulled
+    close: `Goodbye`                                  ---> it ends
 
 The leader alone has an engine: it decides, it reads what is sampled, it speaks to the router and to peers. Followers
 make the calls that it makes, in its order, and never answer a step; so a step costs one small message.

@@ -45,7 +45,7 @@ class Channel:
         self._socket.settimeout(silence_s)
 
     def send(self, message: bytes) -> None:
-        """Sends a message. Raises ChannelEnded where the other end takes nothing for `silence_s` seconds, or is gone."""
+        """Sends a message. Raises ChannelEnded where the other end is gone, or reads nothing for `silence_s` seconds."""
         with self._sending:
             try:
                 self._socket.sendall(_LENGTH.pack(len(message)) + message)
@@ -55,7 +55,7 @@ class Channel:
                 raise ChannelEnded(f"its connection has ended ({error.strerror or error})") from error
 
     def receive(self) -> bytes:
-        """The next message. Raises ChannelEnded where nothing comes for `silence_s` seconds, or the other end is gone."""
+        """The next message. Raises ChannelEnded where the other end is gone, or silent for `silence_s` seconds."""
         (length,) = _LENGTH.unpack(self._exactly(_LENGTH.size))
         if length > MAX_BYTES:
             raise ChannelEnded(f"it sent a message of {length} bytes, the limit is {MAX_BYTES}")

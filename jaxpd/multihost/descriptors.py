@@ -26,7 +26,7 @@ class Setup:
     """What a follower needs to make the leader's programs; it has the model, the mesh and its own flags itself."""
 
     version: str  # of jaxpd
-    model: str  # JSON of the model's configuration, to compare
+    model: str  # fingerprint of the checkpoint, to compare
     role: str
     mesh: tuple[int, int]  # tp, dp
     dtype: str
@@ -89,9 +89,7 @@ class Score:
     @property
     def row(self) -> Row:
         """It samples nothing."""
-        return Row(
-            self.token_ids, self.context_len, self.pages, self.slot, output_index=0, seed=0, temperature=0.0
-        )
+        return Row(self.token_ids, self.context_len, self.pages, self.slot, output_index=0, seed=0, temperature=0.0)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -113,7 +111,7 @@ class Gather:
     page_ids: np.ndarray
 
 
-# the leader, offers of pieces (jaxpd/multihost/offers.py) ---------------------------------------------------------------
+# the leader, offers of pieces (jaxpd/multihost/offers.py) -------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)

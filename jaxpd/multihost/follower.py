@@ -25,6 +25,7 @@ import jax
 import numpy as np
 
 from jaxpd.batch import BatchShape
+from jaxpd.checkpoints.fingerprint import fingerprint
 from jaxpd.checkpoints.placement import load_params
 from jaxpd.checkpoints.source import Checkpoint
 from jaxpd.config import EngineConfig
@@ -53,7 +54,6 @@ from jaxpd.multihost.descriptors import (
     decode,
     encode,
 )
-from jaxpd.multihost.leader import described
 from jaxpd.multihost.offers import FollowerOffers
 from jaxpd.multihost.watch import Watched
 from jaxpd.programs import Programs, ProgramSpec
@@ -78,8 +78,9 @@ def follow(
 ) -> None:
     """Serves the leader at the other end of `channel` until it says goodbye. Call it from the main thread.
 
-    `resolve` finds the checkpoint, while the leader already hears that this process lives. `transfer_host` and `transfer_ports` are where this process's transfer servers listen (offers.py). The process ends
-    by itself, with EXIT_BROKEN, where the leader is lost or a call fails.
+    `resolve` finds the checkpoint, while the leader already hears that this process lives. `transfer_host` and
+    `transfer_ports` are where this process's transfer servers listen (offers.py). The process ends by itself, with
+    EXIT_BROKEN, where the leader is lost or a call fails.
     """
     inbox: queue.SimpleQueue[Descriptor] = queue.SimpleQueue()
     leader = Watched(
@@ -115,10 +116,12 @@ def follow(
 
 
 def _device(setup: Setup, checkpoint: Checkpoint, config: EngineConfig, progress: Progress) -> PoolDevice:
-    if setup.version != __version__ or setup.model != described(checkpoint.config):
+    model = fingerprint(checkpoint)
+    if (setup.version, setup.model) != (__version__, model):
         raise FailedPrecondition(
-            f"the leader has jaxpd {setup.version} and a model {setup.model}, this process {__version__} and "
-            f"{described(checkpoint.config)}: start all processes of a worker with the same ones"
+            f"the leader has jaxpd {setup.version} and a model with the fingerprint {setup.model}, this process jaxpd "
+            f"{__version__} and one with {model}: start all processes of a worker with the same ones",
+            field="model",
         )
     use_compile_cache(config.compile_cache)
     rules, dtype = ShardingRules(), np.dtype(setup.dtype)

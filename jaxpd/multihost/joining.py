@@ -50,8 +50,8 @@ class Processes:
             )
         if self.num_processes < 2:
             raise InvalidArgument(
-                f"--num-processes {self.num_processes} must be at least 2; leave out --coordinator for a worker that is "
-                "one process",
+                f"--num-processes {self.num_processes} must be at least 2; leave out --coordinator for a worker that "
+                "is one process",
                 field="num_processes",
             )
         if not 0 <= self.process_id < self.num_processes:
@@ -177,9 +177,7 @@ def meet_leader(processes: Processes) -> Channel:
     told = _tell(bytes(_PORT.size + KEY_BYTES))
     (port,) = _PORT.unpack(told[: _PORT.size])
     try:
-        return connect(
-            processes.host, port, told[_PORT.size :], processes.process_id, silence_s=START_SILENCE_S
-        )
+        return connect(processes.host, port, told[_PORT.size :], processes.process_id, silence_s=START_SILENCE_S)
     except (ChannelEnded, OSError, socket.gaierror) as error:
         raise Unavailable(f"the leader of this worker at {processes.host}:{port} cannot be reached: {error}") from error
 

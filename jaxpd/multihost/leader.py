@@ -11,10 +11,8 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import json
 import logging
 import threading
-import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 
@@ -22,9 +20,10 @@ import jax
 import numpy as np
 
 from jaxpd.batch import BatchShape, Row, pack
+from jaxpd.checkpoints.fingerprint import fingerprint
+from jaxpd.checkpoints.source import Checkpoint
 from jaxpd.device import Forwarded, PoolDevice
 from jaxpd.errors import JaxpdError, Unavailable
-from jaxpd.models.config import ModelConfig
 from jaxpd.multihost.channel import Channel
 from jaxpd.multihost.descriptors import (
     Begin,
@@ -100,12 +99,12 @@ class Followers:
 
     # at the start and at the end ----------------------------------------------------------------------------------
 
-    def prepare(self, spec: ProgramSpec, role: str) -> None:
-        """The followers begin to make the programs of `spec`, and to load their weights."""
+    def prepare(self, spec: ProgramSpec, role: str, checkpoint: Checkpoint) -> None:
+        """The followers begin to make the programs of `spec`, and to load their weights of the same checkpoint."""
         self.send(
             Setup(
                 version=__version__,
-                model=described(spec.config),
+                model=fingerprint(checkpoint),
                 role=role,
                 mesh=(spec.mesh.shape[MODEL], spec.mesh.shape[DATA]),
                 dtype=str(np.dtype(spec.dtype)),
@@ -168,7 +167,7 @@ class Followers:
         return [_Held(piece, first + i, self._dropped) for i, piece in enumerate(pieces)]
 
     def number_pieces(self, count: int) -> int:
-        """The first of so many numbers for pieces that the pool's thread will have gathered; drops those of the past."""
+        """The first of so many numbers for pieces that are about to be gathered. The pool's thread; drops old ones."""
         while self._dropped:
             self.send(DropPiece(self._dropped.popleft()))
         self._pieces += count
@@ -320,11 +319,6 @@ class _Elsewhere:
 
     def close(self) -> None:
         self._followers.forget_transport(self._transport)
-
-
-def described(config: ModelConfig) -> str:
-    """A model's configuration as text, to be compared."""
-    return json.dumps(dataclasses.asdict(config), sort_keys=True, default=str)
 
 
 def _plain(shape: BatchShape) -> tuple[int, int, int]:

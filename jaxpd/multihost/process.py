@@ -49,7 +49,9 @@ def lead(processes: Processes, config: EngineConfig, make: Callable[[Followers],
     join(processes, check(processes, config.role or "mixed", config.mesh))
     engines: list[Engine] = []
     channels = meet_followers(processes)
-    followers = Followers(channels, on_broken=lambda reason: _end_broken(engines, reason), silence_s=processes.silence_s)
+    followers = Followers(
+        channels, on_broken=lambda reason: _end_broken(engines, reason), silence_s=processes.silence_s
+    )
     try:
         engines.append(make(followers))
     except BaseException:

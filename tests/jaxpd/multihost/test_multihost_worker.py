@@ -15,7 +15,6 @@ import pytest
 from jaxpd.checkpoints import resolve
 from jaxpd.config import EngineConfig
 from jaxpd.engine import Engine
-from jaxpd.multihost import EXIT_BROKEN
 from jaxpd.progress import SilentProgress
 from jaxpd.remote.messages import Message, Piece
 from jaxpd.request import DecodeLeg, Event, FinishReason, PrefillLeg, Request, SamplingParams, TokensEvent
