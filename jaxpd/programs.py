@@ -394,7 +394,8 @@ def _compile_read(spec: ProgramSpec, what: str, rows: int) -> Callable[..., Any]
     args: Any = _shaped(shape, jnp.int32, cut)
     if what == LOGPROBS:
         top = (*shape, min(MAX_LOGPROBS, spec.layout.padded_vocab))
-        args = Logprobs(_shaped(shape, jnp.float32, cut), _shaped(top, jnp.float32, cut), _shaped(top, jnp.int32, cut))
+        like = (_shaped(shape, jnp.float32, cut), _shaped(top, jnp.float32, cut), _shaped(top, jnp.int32, cut))
+        args = Logprobs._make(like)  # type: ignore[arg-type]  # abstract arrays
     return jax.jit(lambda x: x, out_shardings=spec.on(P())).lower(args).compile()
 
 

@@ -45,7 +45,7 @@ class Channel:
         self._socket.settimeout(silence_s)
 
     def send(self, message: bytes) -> None:
-        """Sends a message. Raises ChannelEnded where the other end is gone, or reads nothing for `silence_s` seconds."""
+        """Sends a message. Raises ChannelEnded where the other end is gone, or reads nothing for `silence_s` s."""
         with self._sending:
             try:
                 self._socket.sendall(_LENGTH.pack(len(message)) + message)

@@ -184,7 +184,7 @@ class _Calls:
 def _wait_for_the_leader() -> None:
     if threading.current_thread() is not threading.main_thread():
         return
-    asked = []
+    asked: list[int] = []
 
     def on_signal(number: int, frame: object) -> None:
         if asked:

@@ -85,17 +85,17 @@ class Followers:
         self._dropped: collections.deque[int] = collections.deque()
         self._transports: dict[int, SharedOffering] = {}
         self._last_transport = 0
-        self._links = {
-            process: Watched(
-                f"process {process}",
-                channel,
-                on_message=lambda message, process=process: self._on_message(process, message),
-                on_end=lambda reason, process=process: self._on_end(process, reason),
-            )
-            for process, channel in channels.items()
-        }
+        self._links = {process: self._watched(process, channel) for process, channel in channels.items()}
         for link in self._links.values():
             link.start()
+
+    def _watched(self, process: int, channel: Channel) -> Watched:
+        return Watched(
+            f"process {process}",
+            channel,
+            on_message=lambda message: self._on_message(process, message),
+            on_end=lambda reason: self._on_end(process, reason),
+        )
 
     # at the start and at the end ----------------------------------------------------------------------------------
 

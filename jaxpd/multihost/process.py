@@ -90,9 +90,10 @@ def run_follower(
 
 def _end_broken(engines: list[Engine], reason: str) -> None:
     """Answers everybody, and ends the process."""
-    answering = threading.Thread(target=lambda: [engine.give_up(reason) for engine in engines], daemon=True)
-    answering.start()  # in a thread: whatever holds it up, the process ends
-    answering.join(LAST_ANSWERS_S)
+    for engine in engines:
+        answering = threading.Thread(target=engine.give_up, args=(reason,), daemon=True)
+        answering.start()  # in a thread: whatever holds it up, the process ends
+        answering.join(LAST_ANSWERS_S)
     time.sleep(LAST_ANSWERS_S)
     _leave(f"{reason}; this process ends, the whole worker has to be started again", EXIT_BROKEN)
 

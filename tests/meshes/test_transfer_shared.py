@@ -1,4 +1,4 @@
-"""A piece that lies in several processes is one offer: announced when all parts can be pulled, ended once, freed once."""
+"""A piece that lies in several processes is one offer: announced when all can be pulled, ended once, freed once."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from meshes.devices import assign_devices
 from meshes.heads import head_layout
 from meshes.sharding import replica_mesh
 from meshes.spec import MeshSpec
-from meshes.transfer import shared
+from meshes.transfer import move, shared
 from meshes.transfer.messages import Ack, Offer, Refuse, Revoke, Source
 from meshes.transfer.offering import End, OfferLimits, Released
 from meshes.transfer.shared import SharedOffering
@@ -56,7 +56,7 @@ class Side:
         by_process: dict[int, tuple[int, ...]] = {}
         for head, owner in enumerate(owners):
             by_process[owner] = (*by_process.get(owner, ()), head)
-        whole = shared.own_heads
+        whole = move.own_heads
         # All devices of a test are this process's: whose they are is what the test says.
         monkeypatch.setattr(shared, "heads_by_process", lambda staging, layout: by_process)
         monkeypatch.setattr(

@@ -35,7 +35,12 @@ def connected(silence_s: float = 5.0) -> Iterator[tuple[Channel, Channel]]:
 def test_messages_arrive_whole_and_in_order() -> None:
     with connected() as (leader, follower):
         messages = [b"", b"a", b"x" * 3_000_000, b"b"]
-        thread = threading.Thread(target=lambda: [leader.send(m) for m in messages])
+
+        def send() -> None:
+            for message in messages:
+                leader.send(message)
+
+        thread = threading.Thread(target=send)
         thread.start()
         assert [follower.receive() for _ in messages] == messages
         thread.join()
