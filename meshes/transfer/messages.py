@@ -67,7 +67,7 @@ class Offer:
         named = [head for source in self.elsewhere for head in source.heads]
         if len(set(named)) < len(named) or not set(named) <= set(range(self.layout.num_kv_heads)):
             raise ValueError(
-                f"offer {self.id:016x}: the heads elsewhere are {named}, each of {self.layout.num_kv_heads} once at most"
+                f"offer {self.id:016x}: heads elsewhere are {named}, of {self.layout.num_kv_heads} each once at most"
             )
 
     @property

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import pathlib
 import secrets
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -133,7 +134,7 @@ def generate(several: Several, decoder: Decoder, turn: str) -> None:
         assert [tokens[i] for i in range(24)] == prompt["greedy_ids"], name
 
 
-@pytest.mark.parametrize("mesh", ["2x1", "1x2", "2x2"])
+@pytest.mark.parametrize("mesh", ["2x1", "2x2"])
 def test_both_processes_hand_over_what_is_theirs(mesh: str, start: Start, decoder: Decoder) -> None:
     several = start(role="prefill", mesh=mesh)
     several.say("stats")
@@ -155,3 +156,39 @@ def test_both_processes_hand_over_what_is_theirs(mesh: str, start: Start, decode
             break
         time.sleep(0.05)
     assert stats == baseline
+
+
+@pytest.mark.parametrize(
+    ("number", "words"), [(signal.SIGKILL, "has ended"), (signal.SIGSTOP, "has said nothing for 5")]
+)
+def test_a_lost_follower_ends_the_worker_with_an_answer_to_everybody(number: int, words: str, start: Start) -> None:
+    several = start(mode="chunked", mesh="2x1", silence_s=5.0)
+    several.submit("warm", LONG, max_tokens=4)
+    several.end("warm")
+    several.submit("running", LONG, max_tokens=59)
+    several.wait_token("running")
+    began = time.monotonic()
+    several.follower.send_signal(number)
+    reason, error = several.end("running", timeout_s=10.0)
+    assert reason is FinishReason.ERROR and error.startswith("UNAVAILABLE"), error
+    assert several.leader.wait(timeout=10.0) == EXIT_BROKEN
+    assert time.monotonic() - began < 10.0
+    assert several.broken is not None and words in several.broken and "process 1" in several.broken
+    several.follower.send_signal(signal.SIGCONT)
+    assert several.follower.wait(timeout=10.0) != 0
+
+
+def test_a_lost_leader_ends_its_follower(start: Start) -> None:
+    several = start(mode="chunked", mesh="2x1", silence_s=5.0)
+    several.leader.kill()
+    assert several.follower.wait(timeout=10.0) != 0
+    assert "the leader is lost" in several.logs[1].read_text() or "coordination service" in several.logs[1].read_text()
+
+
+def test_a_follower_that_is_asked_to_end_waits_for_its_leader(start: Start) -> None:
+    several = start(mode="chunked", mesh="2x1")
+    several.follower.terminate()
+    several.submit("after", LONG, max_tokens=4)
+    assert several.end("after") == (FinishReason.LENGTH, "")
+    several.close()
+    assert [process.returncode for process in several.processes] == [0, 0], several.what_they_logged()
