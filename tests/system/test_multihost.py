@@ -1,4 +1,4 @@
-"""A prefill worker that is two processes under jax.distributed, in a cluster: its tokens, and the loss of a follower."""
+"""A prefill worker that is two processes under jax.distributed, in a cluster: its tokens, and a lost follower."""
 
 from __future__ import annotations
 
@@ -45,6 +45,8 @@ class Cluster:
         return [*flags, "--num-processes", "2", "--process-id", str(i)]
 
     def start(self, name: str, *command: str) -> None:
+        if (before := self.processes.get(name)) is not None:
+            before.wait(timeout=10.0)
         environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
         with (self.logs / f"{name}.log").open("w") as log:
             self.processes[name] = subprocess.Popen(
