@@ -101,6 +101,8 @@ class SharedOffering(OfferingSide):
         )
         id = draw_id()
         with self._book:
+            if self._closed:  # `close` ends what is in the book when it comes here
+                raise RuntimeError("the transport is closed")
             if mine:
                 here, shards = self._process, sum(len(array.addressable_shards) for array in staging)
                 whole.own = self.offer(

@@ -198,6 +198,14 @@ def test_closing_ends_all_here_and_elsewhere(s: Side) -> None:
         s.offer()
 
 
+def test_a_closed_one_takes_nothing_of_the_others_either(monkeypatch: pytest.MonkeyPatch) -> None:
+    s = Side(monkeypatch, [1, 2, 2])
+    s.side.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        s.offer()
+    assert s.others.offered == []
+
+
 @given(st.lists(st.tuples(st.sampled_from("offer tick ready ack refuse abort freed wait".split()), st.integers(0, 5))))
 @settings(deadline=None, max_examples=60)
 def test_whatever_comes_each_is_released_once(steps: list[tuple[str, int]]) -> None:
