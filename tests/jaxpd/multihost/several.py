@@ -80,7 +80,7 @@ class Several:
         )
         self.say("submit", request, *([] if leg is None else [leg]))
 
-    def end(self, name: str, timeout_s: float = 60.0) -> tuple[FinishReason, str]:
+    def end(self, name: str, timeout_s: float = 150.0) -> tuple[FinishReason, str]:
         with self._news:
             assert self._news.wait_for(lambda: name in self.ends, timeout_s), self.what_they_logged()
             return self.ends[name]

@@ -93,7 +93,7 @@ class Decoder:
         request = Request(request_id=name, prompt_ids=tuple(prompt), params=options, arrival_s=time.monotonic())
         self.engine.submit(request, DecodeLeg(handoffs=(handoff,)))
 
-    def end(self, name: str, timeout_s: float = 60.0) -> Any:
+    def end(self, name: str, timeout_s: float = 150.0) -> Any:
         with self.news:
             assert self.news.wait_for(lambda: name in self.ends, timeout_s)
             return self.ends[name]
