@@ -28,11 +28,10 @@ def unit_command(unit: pathlib.Path) -> list[str]:
 
 def page_commands(page: pathlib.Path) -> list[list[str]]:
     """Of the indented lines; [A | B] is taken as A."""
-    lines = re.findall(
-        r"^ {4,}(?:[$] )?jaxpd ((?:router|worker|workers|serve|up) .*?)(?: #.*)?$", page.read_text("utf-8"), re.M
-    )
-    lines += re.findall(r"'jaxpd (workers .*?)'", page.read_text(encoding="utf-8"))
-    lines += re.findall(r"`jaxpd ((?:workers|bench serve) --.*?)`", page.read_text(encoding="utf-8"))
+    text = page.read_text(encoding="utf-8").replace("\\\n", " ")
+    lines = re.findall(r"^ {4,}(?:[$] )?jaxpd ((?:router|worker|workers|serve|up) .*?)(?: #.*)?$", text, re.M)
+    lines += re.findall(r"'jaxpd (workers .*?)'", text)
+    lines += re.findall(r"`jaxpd ((?:workers|bench serve) --.*?)`", text)
     chosen = [re.sub(r"\[(.*?)( \|.*?)?\]", r"\1", line) for line in lines]
     return [shlex.split(line.replace("$POD_IP", "10.0.0.5")) for line in chosen]
 
