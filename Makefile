@@ -15,7 +15,7 @@ with_extras = .$(if $(strip $(1)),[$(1)])
 extras_of = $(if $(EXTRAS),$(1)$(if $(1),$(comma))$(EXTRAS),$(1))
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test lint format failures fuzz gemma reference notebooks aot roofline soak clean
+.PHONY: help serve test lint format clusters failures fuzz gemma reference notebooks aot roofline soak clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -42,6 +42,9 @@ gemma: $(VENV)/.installed-test ## compare Gemma 3 270M with its reference tokens
 
 reference: $(VENV)/.installed-test ## compare SmolLM2 with its reference tokens on every pair of meshes (minutes)
 	@JAX_PLATFORMS=cpu $(BIN)/python -m pytest -q -m slow $(TESTS)
+
+clusters: $(VENV)/.installed-test ## start whole clusters and break them: jaxpd up, workers, manifests' commands (minutes; EXTRAS=ray for Ray)
+	@JAX_PLATFORMS=cpu $(BIN)/python -m pytest -q -m clusters $(TESTS)
 
 failures: $(VENV)/.installed-test ## every way that workers fail, at every stage of a request (half an hour), write the table
 	@JAX_PLATFORMS=cpu $(BIN)/python -m pytest -q -m failures $(or $(TESTS),tests/cluster); status=$$?; \

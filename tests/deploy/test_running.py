@@ -24,7 +24,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from tests.deploy.manifests import ROOT, Pod, documents_of, pods_of
 
 pytestmark = [
-    pytest.mark.heavy,
+    pytest.mark.clusters,
     pytest.mark.skipif(sys.platform != "linux", reason="only Linux has all of 127.0.0.0/8"),
 ]
 

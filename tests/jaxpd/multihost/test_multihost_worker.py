@@ -30,7 +30,7 @@ TINY = pathlib.Path(__file__).parents[2] / "data" / "tiny" / "smollm2"
 PROMPTS = {p["name"]: p for p in json.loads((TINY / "expected.json").read_text())["prompts"]}
 SMALL: dict[str, Any] = {"precompile": False, "max_model_len": 160, "max_num_batched_tokens": 32, "max_num_seqs": 4}
 LONG = [(i * 37) % 250 + 1 for i in range(100)]
-pytestmark = pytest.mark.heavy
+pytestmark = pytest.mark.clusters
 
 Start = Callable[..., Several]
 
