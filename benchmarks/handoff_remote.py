@@ -1,6 +1,7 @@
 """How fast does KV go from one process to another, beside what the machinery below it can do?
 
     python -m benchmarks.handoff_remote [--sizes 2 16 64] [--meshes 8x1:1x1 2x1:4x1 1x1:1x1] [--repeats 7]
+                                        [--prompts 512 2048 8176] [--model smollm2-135m]
 
 Two processes of this machine, each with its own JAX. This one is the decode side, its child the prefill side. A repeat
 moves some staged pieces of one size in three ways, one right after the other, in an order that rotates:
@@ -13,6 +14,10 @@ moves some staged pieces of one size in three ways, one right after the other, i
 
 GB/s (10^9 bytes of true KV heads, each once) are medians over the repeats; `share` is the median of the repeats' own
 ratios, since other load on the machine hits neighbours alike. The first repeat of a case warms up and is not counted.
+
+The second part sends prompts of `--prompts` tokens through real workers (benchmarks/handoff_exposed.py): what share of
+the time to the second token is a transfer that is not hidden? Either part is left out by giving it nothing (`--sizes`,
+`--prompts` without a value).
 """
 
 from __future__ import annotations
@@ -39,6 +44,9 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
+from benchmarks.cluster import cpu_seconds
+from benchmarks.handoff_exposed import measure_exposed
+from benchmarks.handoff_remote_report import exposed_table, table
 from benchmarks.machine import busy_seconds, describe, slug
 from meshes.devices import assign_devices, ensure_cpu_devices
 from meshes.heads import HeadLayout, head_layout
@@ -288,37 +296,16 @@ def measure(decode: Decode, case: Case, repeats: int) -> dict[str, Any]:
     }
 
 
-def table(about: dict[str, Any], rows: Sequence[dict[str, Any]], command: str) -> str:
-    """The figures in Markdown."""
-    where = f"a {about['name']}, jax {about['packages']['jax']}, {about['date']}"
-    lines = [
-        "# The hand-off between two processes",
-        "",
-        f"`{command}` on {where}.",
-        f"Other processes used {about['cores_used_by_other_processes']} cores meanwhile. Medians; {IN_FLIGHT} pulls in",
-        "flight. `remote` contains the control messages and the copies to other head slots, the others do not (see the",
-        "script).",
-        "",
-        "| meshes | MB a piece | pieces | remote GB/s | transfer | tcp | share of transfer (range) | of tcp |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
-    for row in rows:
-        rates, shares = row["gb_s"], row["shares_of_transfer"]
-        share = f"{row['share_of_transfer']:.2f} ({min(shares):.2f} to {max(shares):.2f})"
-        lines.append(
-            f"| {row['meshes']} | {row['piece_mb']:.1f} | {row['pieces']} | {rates['remote']:.2f} | "
-            f"{rates['transfer']:.2f} | {rates['tcp']:.2f} | {share} | {row['share_of_tcp']:.2f} |"
-        )
-    return "\n".join(lines) + "\n"
-
-
 def main() -> None:
     """Measures all cases and writes JSON and a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sizes", type=int, nargs="+", default=[2, 16, 64], help="MiB of a piece")
+    parser.add_argument("--sizes", type=int, nargs="*", default=[2, 16, 64], help="MiB of a piece")
     parser.add_argument("--meshes", nargs="+", default=["8x1:1x1", "2x1:4x1", "1x1:1x1"], metavar="SRC:DST")
     parser.add_argument("--total", type=int, default=256, help="MiB that a repeat moves, at most")
     parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--prompts", type=int, nargs="*", default=[512, 2048, 8176], help="tokens, through workers")
+    parser.add_argument("--prompt-repeats", type=int, default=5, help="requests of each length")
+    parser.add_argument("--model", default="smollm2-135m", help="of the workers")
     parser.add_argument("--output", type=pathlib.Path, help="JSON; the table goes beside it, as .md")
     args = parser.parse_args()
     cases = []
@@ -329,6 +316,25 @@ def main() -> None:
             if pages < 1:
                 parser.error(f"--sizes {size} is less than a page, {PAGE_BYTES} bytes")
             cases.append(Case(src, dst, pages, pieces=max(1, min(32, args.total // size))))
+    rows: list[dict[str, Any]] = []
+    busy_with, load_average = 0.0, round(os.getloadavg()[0], 2)
+    if cases:
+        rows, busy_with = measure_all(cases, args.repeats)
+    exposed = measure_exposed(args.model, args.prompts, args.prompt_repeats) if args.prompts else []
+    about = describe(PACKAGES) | {"cores_used_by_other_processes": busy_with, "load_average_at_start": load_average}
+    command = " ".join(["python -m benchmarks.handoff_remote", *sys.argv[1:]])
+    path = args.output or RESULTS / f"handoff_remote-{slug(about)}-jax-{about['packages']['jax']}.json"
+    result = {"command": command, "machine": about, "rows": rows, "model": args.model, "exposed": exposed}
+    path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    text = table(about, rows, command, in_flight=IN_FLIGHT)
+    if exposed:
+        text += "\n".join(["", *exposed_table(args.model, exposed), ""])
+    path.with_suffix(".md").write_text(text, encoding="utf-8")
+    print(text)
+
+
+def measure_all(cases: Sequence[Case], repeats: int) -> tuple[list[dict[str, Any]], float]:
+    """A row for each case, and the cores that other processes used meanwhile."""
     ensure_cpu_devices(DEVICES)
     ours, theirs = multiprocessing.Pipe()
     child = multiprocessing.get_context("spawn").Process(target=prefill_process, args=(theirs,))
@@ -340,33 +346,17 @@ def main() -> None:
     own = _own_seconds(child.pid)
     rows = []
     for case in cases:
-        rows.append(measure(decode, case, args.repeats))
+        rows.append(measure(decode, case, repeats))
         print(json.dumps(rows[-1]), flush=True)
     others = (busy_seconds() - busy) - (_own_seconds(child.pid) - own)
-    about = describe(PACKAGES) | {
-        "cores_used_by_other_processes": round(max(0.0, others) / (time.perf_counter() - began), 2)
-    }
+    seconds = time.perf_counter() - began
     decode.close()
     child.join()
-    command = " ".join(["python -m benchmarks.handoff_remote", *sys.argv[1:]])
-    path = args.output or RESULTS / f"handoff_remote-{slug(about)}-jax-{about['packages']['jax']}.json"
-    result = {"command": command, "machine": about, "rows": rows}
-    path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    text = table(about, rows, command)
-    path.with_suffix(".md").write_text(text, encoding="utf-8")
-    print(text)
+    return rows, round(max(0.0, others) / seconds, 2)
 
 
 def _own_seconds(child: int | None) -> float:
-    """CPU seconds of this process and its child so far; 0 where there is no /proc."""
-    total = 0.0
-    for pid in ("self", str(child)):
-        stat = pathlib.Path("/proc") / pid / "stat"
-        if not stat.exists():
-            return 0.0
-        user, system = stat.read_text(encoding="utf-8").rpartition(")")[2].split()[11:13]
-        total += (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
-    return total
+    return cpu_seconds(os.getpid()) + (cpu_seconds(child) if child is not None else 0.0)
 
 
 if __name__ == "__main__":

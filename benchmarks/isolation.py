@@ -1,6 +1,6 @@
 """The experiment of the whole idea: chats decode while long prompts arrive. Who keeps them apart, at what cost?
 
-    python -m benchmarks.isolation [--rates 0.04 0.08 0.16] [--rounds 3] [--window 40] [--setups separate chunked ...]
+    python -m benchmarks.isolation [--rates 0.1 0.2 0.3] [--rounds 3] [--window 40] [--setups separate chunked ...]
 
 All setups have the same two cores, the same model, limits and router, which the same load comes through:
 
@@ -53,7 +53,7 @@ MIXED = ("decoupled", "chunked", "interleaved")
 SETUPS = (SEPARATE, *MIXED)
 NICE = 5  # of workers
 SETTLE_S = 8.0  # from the start of the chats to the first window: all of them decode by then
-A_TOKEN_S = 0.15  # of a chat, at least: how long they go on behind the last window
+A_TOKEN_S = 0.1  # of a chat, at least: how long they go on behind the last window
 PATIENCE_S = 900.0
 
 
@@ -220,7 +220,7 @@ def arguments() -> argparse.Namespace:
     args = parser.parse_args()
     quick: dict[str, Any] = {"model": "tests/data/tiny/smollm2", "rates": [2.0], "rounds": 1, "window": 3.0}
     quick |= {"idle": 2.0, "chats": 3, "prompt": 192}
-    full: dict[str, Any] = {"model": "smollm2-135m", "rates": [0.04, 0.08, 0.16], "rounds": 3, "window": 40.0}
+    full: dict[str, Any] = {"model": "smollm2-135m", "rates": [0.1, 0.2, 0.3], "rounds": 3, "window": 40.0}
     full |= {"idle": 20.0, "chats": 8, "prompt": 2048}
     for name, value in (quick if args.quick else full).items():
         if getattr(args, name) is None:

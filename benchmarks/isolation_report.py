@@ -152,7 +152,12 @@ def _by_rate(axis: Any, rows: Sequence[dict[str, Any]], value: Callable[[Any], A
                 axis.plot(*zip(*sorted(mine), strict=True), **style)
     axis.set(xlabel="prompts a second", title=f"{title}: p99, faint p50", xticks=sorted({row["rate"] for row in rows}))
     if log:
+        from matplotlib.ticker import FuncFormatter, LogLocator  # type: ignore[import-not-found]
+
         axis.set_yscale("log")
+        axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        axis.yaxis.set_minor_formatter(FuncFormatter(lambda *_: ""))
     else:
         axis.set_ylim(0, None)
     _plain(axis)
