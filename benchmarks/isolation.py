@@ -14,7 +14,7 @@ tokens, Poisson, at each of the rates for `--window` seconds. Prompts that are s
 waited for before the next begins. Figures are medians over the rounds, by value; benchmarks/isolation_load.py says what
 counts.
 
-Router and load generator run on core 0 (`--front-cores`), the workers at niceness 5: what carries tokens takes little
+Router and load generator run on core 0 (`--front-cores`), the workers at niceness 5 (`--nice`): what carries tokens takes little
 and must not wait behind a prompt that computes for seconds, and the decode worker has its core for itself. In the
 mixed setups router and load generator may use both cores, as the worker does. The prefix cache is off: no two prompts
 are alike.
@@ -51,7 +51,6 @@ PACKAGES = ("jax", "jaxlib", "numpy", "grpcio")
 SEPARATE = "separate"
 MIXED = ("decoupled", "chunked", "interleaved")
 SETUPS = (SEPARATE, *MIXED)
-NICE = 5  # of workers
 SETTLE_S = 8.0  # from the start of the chats to the first window: all of them decode by then
 A_TOKEN_S = 0.1  # of a chat, at least: how long they go on behind the last window
 PATIENCE_S = 900.0
@@ -114,7 +113,7 @@ class Setup(contextlib.ExitStack):
 
         def worker(role: str, cores: tuple[int, ...], *more: str) -> Process:
             command = ["worker", role, args.model, "--listen", "127.0.0.1:0", "--mesh", "1x1", *flags, *more]
-            started = Process(f"{name} {role} worker", command, logs, cores=cores, nice=NICE)
+            started = Process(f"{name} {role} worker", command, logs, cores=cores, nice=args.nice)
             return self.enter_context(started)
 
         if name == SEPARATE:
@@ -214,6 +213,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--prefill-cores", type=int, nargs="+", default=[0])
     parser.add_argument("--decode-cores", type=int, nargs="+", default=[1])
     parser.add_argument("--front-cores", type=int, nargs="+", default=[0], help="of router and load, in `separate`")
+    parser.add_argument("--nice", type=int, default=5, help="of the workers")
     parser.add_argument("--warm", action="store_true", help="start each setup once, so that all is compiled, and end")
     parser.add_argument("--quick", action="store_true", help="does it run?")
     parser.add_argument("--out", type=pathlib.Path, help="folder of the results (default benchmarks/results)")
