@@ -18,6 +18,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Sequence
 from types import TracebackType
 from typing import Any
@@ -136,6 +137,14 @@ class Bench:
         self.command = [*prefix(cores), *jaxpd, "--ignore-eos", *flags, "--output", str(self.output)]
         with self._log.open("w", encoding="utf-8") as log:
             self._process = subprocess.Popen(self.command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT)
+
+    def wait_begun(self, patience_s: float) -> None:
+        """Returns when it sends what counts: it has warmed up by then. Raises SystemExit when it does not come to it."""
+        end_s = time.monotonic() + patience_s
+        while "sending" not in self._log.read_text(encoding="utf-8"):
+            if self.ended or time.monotonic() > end_s:
+                raise SystemExit(self._log.read_text(encoding="utf-8") + f"it sent nothing: {' '.join(self.command)}")
+            time.sleep(0.1)
 
     @property
     def ended(self) -> bool:

@@ -14,10 +14,10 @@ tokens, Poisson, at each of the rates for `--window` seconds. Prompts that are s
 waited for before the next begins. Figures are medians over the rounds, by value; benchmarks/isolation_load.py says what
 counts.
 
-Router and load generator run on core 0 (`--front-cores`), the workers at niceness 5 (`--nice`): what carries tokens takes little
-and must not wait behind a prompt that computes for seconds, and the decode worker has its core for itself. In the
-mixed setups router and load generator may use both cores, as the worker does. The prefix cache is off: no two prompts
-are alike.
+Router and load generator run on core 0 (`--front-cores`), the workers at niceness 5 (`--nice`): what carries tokens
+takes little and must not wait behind a prompt that computes for seconds, and the decode worker has its core for itself.
+In the mixed setups router and load generator may use both cores, as the worker does. The prefix cache is off: no two
+prompts are alike.
 
 The goodput here is the highest rate of prompts that was tried and at which, as at all lower ones, 90 % of all requests,
 chats and prompts, kept their SLO (--chat-slo, --prompt-slo).
@@ -51,7 +51,7 @@ PACKAGES = ("jax", "jaxlib", "numpy", "grpcio")
 SEPARATE = "separate"
 MIXED = ("decoupled", "chunked", "interleaved")
 SETUPS = (SEPARATE, *MIXED)
-SETTLE_S = 8.0  # from the start of the chats to the first window: all of them decode by then
+SETTLE_S = 5.0  # from the first chat to the first window: all of them decode by then
 A_TOKEN_S = 0.1  # of a chat, at least: how long they go on behind the last window
 PATIENCE_S = 900.0
 
@@ -142,6 +142,7 @@ def run_setup(setup: Setup, load: Load, seed: int, logs: pathlib.Path) -> list[d
     once = Bench("once", setup.address, [*prompt_flags, "--num-requests", "1"], logs, cores=setup.front_cores)
     once.result(PATIENCE_S)
     chats = Bench("chats", setup.address, chat_flags, logs, cores=setup.front_cores)
+    chats.wait_begun(PATIENCE_S)
     time.sleep(SETTLE_S)
     windows: list[Window] = []
     prompts: list[dict[str, Any] | None] = []
@@ -170,7 +171,7 @@ def run_setup(setup: Setup, load: Load, seed: int, logs: pathlib.Path) -> list[d
     records = records_of(chats.result(PATIENCE_S))
     first = min((record.message_s[0] for record in records if record.message_s), default=windows[0].end_s)
     if first > windows[0].begin_s:
-        raise SystemExit(f"no chat had begun to answer {SETTLE_S} s after the start: {windows[0]}")
+        raise SystemExit(f"no chat had begun to answer {SETTLE_S} s after the start; is the machine busy?")
     rows = []
     for window, result, used in zip(windows, prompts, about, strict=True):
         sent_in = [] if result is None else records_of(result)
