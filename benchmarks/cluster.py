@@ -139,7 +139,7 @@ class Bench:
             self._process = subprocess.Popen(self.command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT)
 
     def wait_begun(self, patience_s: float) -> None:
-        """Returns when it sends what counts: it has warmed up by then. Raises SystemExit when it does not come to it."""
+        """Returns when it sends what counts: it has warmed up by then. Raises SystemExit when it never does."""
         end_s = time.monotonic() + patience_s
         while "sending" not in self._log.read_text(encoding="utf-8"):
             if self.ended or time.monotonic() > end_s:
