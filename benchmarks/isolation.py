@@ -62,7 +62,7 @@ class Load:
 
     chats: int
     chat_prompt: str
-    chat_answer: int
+    chat_answer: str  # of different lengths, so that chats do not end, and begin, all at once
     prompt: int
     prompt_answer: int
     rates: tuple[float, ...]
@@ -74,8 +74,13 @@ class Load:
     @property
     def max_model_len(self) -> int:
         """In whole pages of 16 tokens."""
-        longest_chat = int(self.chat_prompt.rpartition(":")[2]) + self.chat_answer
+        longest_chat = int(self.chat_prompt.rpartition(":")[2]) + self.longest_answer
         return -(-max(self.prompt + self.prompt_answer, longest_chat) // 16) * 16
+
+    @property
+    def longest_answer(self) -> int:
+        """Of a chat."""
+        return int(self.chat_answer.rpartition(":")[2])
 
     @property
     def slots(self) -> int:
@@ -136,7 +141,7 @@ class Setup(contextlib.ExitStack):
 def run_setup(setup: Setup, load: Load, seed: int, logs: pathlib.Path) -> list[dict[str, Any]]:
     """One round of one setup: a row for idle and one for each rate."""
     chat_flags = ["--concurrency", str(load.chats), "--duration", "86400", "--warmup", str(load.chats)]
-    chat_flags += ["--input-len", load.chat_prompt, "--output-len", str(load.chat_answer), "--seed", str(seed)]
+    chat_flags += ["--input-len", load.chat_prompt, "--output-len", load.chat_answer, "--seed", str(seed)]
     prompt_flags = ["--input-len", str(load.prompt), "--output-len", str(load.prompt_answer), "--warmup", "0"]
     # One long prompt, so that nothing is run for the first time in a window.
     once = Bench("once", setup.address, [*prompt_flags, "--num-requests", "1"], logs, cores=setup.front_cores)
@@ -166,7 +171,7 @@ def run_setup(setup: Setup, load: Load, seed: int, logs: pathlib.Path) -> list[d
         about.append(used)
         if chats.ended:
             raise SystemExit("the chats ended before their time; see " + str(logs))
-    time.sleep(min(60.0, max(5.0, A_TOKEN_S * load.chat_answer)))  # what their end cuts off began behind the windows
+    time.sleep(min(60.0, max(5.0, A_TOKEN_S * load.longest_answer)))  # what their end cuts off began behind the windows
     chats.interrupt()
     records = records_of(chats.result(PATIENCE_S))
     first = min((record.message_s[0] for record in records if record.message_s), default=windows[0].end_s)
@@ -209,8 +214,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--chats", type=int, help="streams that decode")
     parser.add_argument("--prompt", type=int, help="tokens of a long prompt")
     parser.add_argument("--chunk", type=int, default=128, help="--max-num-batched-tokens of all workers")
-    parser.add_argument("--chat-slo", nargs=2, default=["2s", "250ms"], metavar=("TTFT", "TPOT"))
-    parser.add_argument("--prompt-slo", nargs=2, default=["20s", "500ms"], metavar=("TTFT", "TPOT"))
+    parser.add_argument("--chat-slo", nargs=2, default=["2s", "100ms"], metavar=("TTFT", "TPOT"))
+    parser.add_argument("--prompt-slo", nargs=2, default=["10s", "500ms"], metavar=("TTFT", "TPOT"))
     parser.add_argument("--prefill-cores", type=int, nargs="+", default=[0])
     parser.add_argument("--decode-cores", type=int, nargs="+", default=[1])
     parser.add_argument("--front-cores", type=int, nargs="+", default=[0], help="of router and load, in `separate`")
@@ -240,7 +245,7 @@ def load_of(args: argparse.Namespace) -> Load:
     return Load(
         chats=args.chats,
         chat_prompt="uniform:16:32" if args.quick else "uniform:32:96",
-        chat_answer=48 if args.quick else 128,
+        chat_answer="uniform:32:48" if args.quick else "uniform:96:160",
         prompt=args.prompt,
         prompt_answer=4 if args.quick else 16,
         rates=tuple(args.rates),

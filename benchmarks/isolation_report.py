@@ -31,7 +31,7 @@ def table(result: dict[str, Any]) -> str:
         f"`{result['command']}`",
         f"on a {about['name']}, jax {about['packages']['jax']}, {about['date']}; load average at the start "
         f"{about['load_average_at_start'][0]:g}, other processes used {_others(rows)} cores meanwhile.",
-        f"{load['chats']} chats of {load['chat_answer']} tokens, one after the other in each stream; prompts of "
+        f"{load['chats']} chats of {load['chat_answer']} tokens, one behind the other in each stream; prompts of "
         f"{load['prompt']} tokens with answers of {load['prompt_answer']}, Poisson. `separate`: prefill worker on core "
         f"{_list(cores['prefill'])}, decode worker on core {_list(cores['decode'])}, router and load on "
         f"{_list(cores['front'])}; the others: one mixed worker on both.",

@@ -1,8 +1,9 @@
 """What tells two checkpoints apart without reading them: a hash of what decides KV, and of a little of every weight.
 
 Workers that hand KV to each other compare it. It is the same for the same checkpoint in other folders, and in another
-file format that keeps names and values. Of a weight that is a view of its file a few memory pages are read, so that a
-checkpoint of 100 GB takes as long as it has weights: a second or so. It is no defence against who makes one on purpose.
+file format that keeps names and values. Of safetensors a few memory pages of each weight are read, so that 100 GB take
+a second or so; formats whose weights are not views of their file (quantised GGUF, Orbax) are read once more. It is no
+defence against who makes another one on purpose.
 """
 
 from __future__ import annotations

@@ -9,8 +9,8 @@
           STOP    the sample ends with an error
 
 A mixed worker stands for P and D at once. A pure state machine: what comes in are events and the clock, what goes out
-are effects, for `serving.router.engine` to carry out. First law: a client's token has its output index, and none comes
-twice or is left out; so each index is checked here, and an attempt that is over is not listened to any more.
+are effects (`attempt`), for `requests` to carry out; `judging` says what a failure means. First law: no token of a
+client comes twice or is left out; so each index is checked here, and an attempt that is over is not listened to.
 """
 
 from __future__ import annotations
@@ -20,166 +20,27 @@ from collections.abc import Callable, Iterable, Sequence
 
 from jaxpd.engine import seed_of
 from jaxpd.errors import HandoffFailed, Internal, JaxpdError, Unavailable
-from jaxpd.life import Life, Moment, Stage
-from jaxpd.policies.breaker import Next, Outcome, after, outcome
+from jaxpd.life import Stage
+from jaxpd.policies.breaker import Next, Outcome, after
 from jaxpd.policies.workers import Leg, Route
-from jaxpd.request import Event, FinishEvent, FinishReason, Request, TokensEvent, Usage
-
-# What one worker says of a hand-off when the other one, or the way between them, is to blame (jaxpd.errors).
-LINK = frozenset(("copy", "peer", "lease"))
-# What it says where the other one is well, but does not have it (any more).
-NOT_THERE = frozenset(("refused",))
-# Of a sample's life: what the prefill worker tells, and what the decode worker does.
-BY_PREFILL = frozenset((Stage.ADMITTED, Stage.PREFILL_START, Stage.CHUNK, Stage.PREFILL_END, Stage.OFFERED))
-BY_DECODE = frozenset((Stage.TRANSFERRED, Stage.ACCEPTED, Stage.DECODE_START, Stage.PREEMPTED))
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Plan:
-    """A request for workers, to be dispatched. `samples`: the client's sample of each of its own.
-
-    `avoids` are sets of workers to leave out, to be tried in order until one leaves somebody. `error` is what the
-    client gets where none does; None: why not.
-    """
-
-    request: Request
-    samples: tuple[int, ...]
-    avoids: tuple[frozenset[str], ...] = (frozenset(),)
-    error: JaxpdError | None = None
-    replay: bool = False
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Blame:
-    """What an attempt says about its workers: `leg` ended with `what`, the other says nothing."""
-
-    leg: Leg
-    what: Outcome
-
-
-@dataclasses.dataclass(eq=False)
-class Attempt:
-    """One dispatch. Lists have an entry for each sample of its request."""
-
-    plan: Plan
-    route: Route
-    sent_s: float
-    over: list[bool]
-    handed: list[bool]  # the prefill worker is done with it
-    early: list[list[TokensEvent]]  # of the decode worker, before the first token
-    early_end: list[FinishEvent | None]  # of the decode worker, before the prefill worker is done with the sample
-    prefilled: bool = False
-    decoding: bool = False
-    blame: Blame | None = None
-
-    @property
-    def request(self) -> Request:
-        return self.plan.request
-
-    @property
-    def wire_id(self) -> str:
-        return self.plan.request.request_id
-
-    @property
-    def base(self) -> int:
-        """Tokens that each of its samples had when it began."""
-        return len(self.plan.request.outputs)
-
-    @property
-    def whole(self) -> bool:
-        return self.route.whole
-
-    @property
-    def prefill(self) -> str:
-        return self.route.prefill.site.worker
-
-    @property
-    def decode(self) -> str:
-        return self.route.decode.site.worker
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Deliver:
-    """To the client."""
-
-    event: Event
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Cancel:
-    """Tell a worker to abort a request, or one sample of it."""
-
-    worker: str
-    wire_id: str
-    sample: int | None = None
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Prefilled:
-    """The prompt is computed. None: the worker does not say (yet)."""
-
-    attempt: Attempt
-    cached_tokens: int | None = None
-    prefill_s: float | None = None
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Decoding:
-    """The first token of the decode leg has come."""
-
-    attempt: Attempt
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Moved:
-    """How long a hand-off took, as the decode worker says."""
-
-    attempt: Attempt
-    transfer_s: float
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Closed:
-    """The attempt is over. `tokens` are those of its first sample."""
-
-    attempt: Attempt
-    tokens: tuple[int, ...]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Retry:
-    """Dispatch it; then `Legs.start`, or `Legs.refused`."""
-
-    plan: Plan
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Wait:
-    """The decode worker has given a sample up, maybe since the prefill worker has ended it: which will say so, or not.
-    Call `Legs.waited` in `WORD_S` seconds."""
-
-    wire_id: str
-    sample: int
-
-
-WORD_S = 0.25
-
-Effect = Deliver | Cancel | Prefilled | Decoding | Moved | Closed | Retry | Wait
-
-
-@dataclasses.dataclass(eq=False)
-class Sample:
-    """What the client has of one sample."""
-
-    index: int
-    tokens: list[int] = dataclasses.field(default_factory=list)
-    times: list[float] = dataclasses.field(default_factory=list)  # when each came
-    moments: list[Moment] = dataclasses.field(default_factory=list)
-    cached_tokens: int | None = None
-    tries: int = 0
-    migrations: int = 0
-    avoid: frozenset[str] = frozenset()  # workers that have failed it
-    finished: bool = False
+from jaxpd.request import Event, FinishEvent, FinishReason, Request, TokensEvent
+from serving.router.attempt import (
+    Attempt,
+    Blame,
+    Cancel,
+    Closed,
+    Decoding,
+    Deliver,
+    Effect,
+    Moved,
+    Plan,
+    Prefilled,
+    Retry,
+    Sample,
+    Wait,
+)
+from serving.router.ending import BY_DECODE, BY_PREFILL, between, finish, natural_end
+from serving.router.judging import avoids, verdict
 
 
 class Legs:
@@ -292,12 +153,15 @@ class Legs:
         have = len(sample.tokens)
         if event.first_index > have:
             error = Internal(f"{worker} sent token {event.first_index} of an answer of which {have} are there")
-            return self._failed(attempt, event.sample, _leg_of(attempt, worker), error, now_s)
+            return self._failed(attempt, event.sample, attempt.leg_of(worker), error, now_s)
         known = have - event.first_index
         if known >= len(event.token_ids):
             return []
         ids = event.token_ids[known:]
         logprobs = None if event.logprobs is None else event.logprobs[known:]
+        scores = event.prompt_logprobs
+        if scores is None and have == sample.index == 0 and self.request.params.prompt_logprobs is not None:
+            scores = ()  # a prompt of one token has none, and nothing is what crosses for no scores
         sample.tokens.extend(ids)
         sample.times.extend([now_s] * len(ids))
         new = TokensEvent(
@@ -305,14 +169,14 @@ class Legs:
             first_index=have,
             token_ids=ids,
             logprobs=logprobs,
-            prompt_logprobs=event.prompt_logprobs,
+            prompt_logprobs=scores,
             sample=sample.index,
         )
         return [Deliver(event=new)]
 
     def _ended(self, attempt: Attempt, worker: str, event: FinishEvent, now_s: float) -> list[Effect]:
         i, sample = event.sample, self.samples[attempt.plan.samples[event.sample]]
-        leg = _leg_of(attempt, worker)
+        leg = attempt.leg_of(worker)
         begun = len(sample.tokens) > attempt.base
         if leg is Leg.PREFILL and attempt.handed[i]:
             return []
@@ -353,11 +217,11 @@ class Legs:
                 sample.cached_tokens = event.usage.cached_tokens
             if not attempt.prefilled:
                 attempt.prefilled = True
-                took_s = _between(moments, (Stage.PREFILL_START, Stage.ADMITTED), Stage.PREFILL_END)
+                took_s = between(moments, (Stage.PREFILL_START, Stage.ADMITTED), Stage.PREFILL_END)
                 effects.append(Prefilled(attempt=attempt, cached_tokens=event.usage.cached_tokens, prefill_s=took_s))
         if leg is Leg.DECODE and not attempt.whole:
             # Both by this process's clock: the prefill worker says when it offered, this one when it had all of it.
-            took_s = _between(sample.moments, (Stage.OFFERED,), Stage.ACCEPTED)
+            took_s = between(sample.moments, (Stage.OFFERED,), Stage.ACCEPTED)
             if took_s is not None:
                 effects.append(Moved(attempt=attempt, transfer_s=took_s))
         return effects
@@ -368,7 +232,7 @@ class Legs:
         """A worker is gone. A sample that it has handed over is its decode worker's affair."""
         effects: list[Effect] = []
         for attempt in [a for a in self.attempts.values() if worker in (a.prefill, a.decode)]:
-            leg = _leg_of(attempt, worker)
+            leg = attempt.leg_of(worker)
             for i in range(len(attempt.over)):
                 if not attempt.over[i] and not (leg is Leg.PREFILL and attempt.handed[i] and not attempt.whole):
                     effects += self._failed(attempt, i, leg, None, now_s, f"{worker} was lost ({reason})")
@@ -378,13 +242,16 @@ class Legs:
         self, attempt: Attempt, i: int, leg: Leg, error: JaxpdError | None, now_s: float, why: str = ""
     ) -> list[Effect]:
         """A leg of a sample failed with what its worker answered; None: it gave no answer, for the reason `why`."""
-        at, what, avoid = _verdict(attempt, leg, error)
+        at, what, avoid = verdict(attempt, leg, error)
         mine = self._together(attempt, i)
         effects = self._leave(attempt, mine, Blame(leg=at, what=what))
         samples = [self.samples[attempt.plan.samples[k]] for k in mine]
-        done = [sample for sample in samples if self._complete(sample)]  # its end was lost on the way
-        effects += [self._finish(sample, self._natural_end(sample), now_s) for sample in done]
-        samples = [sample for sample in samples if sample not in done]
+        for sample in samples:
+            end = natural_end(self.request, sample, self._ending_ids)
+            if end is not None:  # the word of it was lost on the way
+                stop = sample.tokens[-1] if end is FinishReason.STOP else None
+                effects.append(self._finish(sample, end, now_s, stop_token_id=stop))
+        samples = [sample for sample in samples if not sample.finished]
         if not samples:
             return effects
         for sample in samples:
@@ -403,7 +270,7 @@ class Legs:
             return effects + [self._finish(sample, FinishReason.ERROR, now_s, error=told) for sample in samples]
         # Who is broken may have mended, and a hand-off may go well the next time; who is full is not asked again.
         again = what is Outcome.FAULT or isinstance(error, HandoffFailed)
-        plan = self._plan(samples, self._avoids(samples[0], avoid, again=again), error=None if again else error)
+        plan = self._plan(samples, avoids(samples[0], avoid, again=again), error=None if again else error)
         return [*effects, Retry(plan=plan)]
 
     def _together(self, attempt: Attempt, i: int) -> list[int]:
@@ -424,14 +291,6 @@ class Legs:
             for k in ((0,) if whole else mine)
         ]
         return effects + self._closed(attempt)
-
-    def _avoids(self, sample: Sample, avoid: frozenset[str], *, again: bool) -> tuple[frozenset[str], ...]:
-        """Without all that have failed it; else without those of now, one after the other; else, where they may be
-        asked `again`, with them."""
-        sets = [sample.avoid, avoid, *(frozenset((name,)) for name in sorted(avoid))]
-        if again:
-            sets.append(frozenset())
-        return tuple(dict.fromkeys(sets))
 
     def _plan(
         self, samples: Sequence[Sample], avoids: tuple[frozenset[str], ...], error: JaxpdError | None = None
@@ -508,16 +367,6 @@ class Legs:
 
     # -- ends
 
-    def _complete(self, sample: Sample) -> bool:
-        """Whether it has all its tokens, so that only the word of its end is missing."""
-        tokens = sample.tokens
-        if len(tokens) == len(self.request.outputs):
-            return False
-        return len(tokens) >= self.request.params.max_tokens or tokens[-1] in self._ending_ids
-
-    def _natural_end(self, sample: Sample) -> FinishReason:
-        return FinishReason.STOP if sample.tokens[-1] in self._ending_ids else FinishReason.LENGTH
-
     def _finish(
         self,
         sample: Sample,
@@ -527,74 +376,10 @@ class Legs:
         stop_token_id: int | None = None,
         error: JaxpdError | None = None,
     ) -> Effect:
-        sample.finished = True
-        if reason is FinishReason.STOP and stop_token_id is None and sample.tokens[-1:] and self._complete(sample):
-            last = sample.tokens[-1]
-            stop_token_id = last if last in self._ending_ids else None
-        life = self._life(sample, reason, now_s)
-        usage = Usage(
-            prompt_tokens=len(self.request.prompt_ids),
-            completion_tokens=len(sample.tokens),
-            cached_tokens=sample.cached_tokens or 0,
-        )
-        end = FinishEvent(
-            request_id=self.request.request_id,
-            reason=reason,
-            usage=usage,
-            timings=life.timings(),
-            stop_token_id=stop_token_id,
-            error=error,
-            sample=sample.index,
-            life=life,
-        )
-        return Deliver(event=end)
-
-    def _life(self, sample: Sample, reason: FinishReason, now_s: float) -> Life:
-        """What the workers told, and when tokens came here. Nothing decodes before its first token is out."""
-        arrived = Moment(Stage.ARRIVED, self.request.arrival_s)
-        first_s = sample.times[0] if sample.times else now_s
-        moments = [
-            dataclasses.replace(m, at_s=max(m.at_s, first_s)) if m.stage is Stage.DECODE_START else m
-            for m in sample.moments
-        ]
-        moments.sort(key=lambda moment: moment.at_s)
-        stage = Stage.FAILED if reason is FinishReason.ERROR else Stage.FINISHED
-        return Life(
-            moments=[arrived, *moments, Moment(stage, now_s)], token_times=list(sample.times), reason=reason.value
-        )
+        return Deliver(event=finish(self.request, sample, reason, now_s, stop_token_id=stop_token_id, error=error))
 
     def _closed(self, attempt: Attempt) -> list[Effect]:
         if not all(attempt.over) or self.attempts.pop(attempt.wire_id, None) is None:
             return []
         tokens = tuple(self.samples[attempt.plan.samples[0]].tokens)
         return [Closed(attempt=attempt, tokens=tokens)]
-
-
-def _leg_of(attempt: Attempt, worker: str) -> Leg:
-    """Which leg a worker has; a mixed one's faults count for the decode leg once it has a token."""
-    if attempt.whole:
-        return Leg.DECODE if attempt.decoding else Leg.PREFILL
-    return Leg.PREFILL if worker == attempt.prefill else Leg.DECODE
-
-
-def _verdict(attempt: Attempt, leg: Leg, error: JaxpdError | None) -> tuple[Leg, Outcome, frozenset[str]]:
-    """Whom a failure speaks about, what it says, and who is better left out; `error` is None without an answer."""
-    names = {Leg.PREFILL: attempt.prefill, Leg.DECODE: attempt.decode}
-    if isinstance(error, HandoffFailed) and not attempt.whole:
-        if error.reason in LINK:
-            at = Leg.DECODE if leg is Leg.PREFILL else Leg.PREFILL
-            return at, Outcome.FAULT, frozenset(names.values())
-        if error.reason in NOT_THERE:
-            at = Leg.DECODE if leg is Leg.PREFILL else Leg.PREFILL
-            return at, Outcome.BUSY, frozenset((names[at],))
-        if error.reason == "lost":  # what it had of the prompt from before: it is well, and can begin again
-            return leg, Outcome.BUSY, frozenset()
-    what = outcome(None if error is None else error.code)
-    return leg, what, frozenset((names[leg],))
-
-
-def _between(moments: Sequence[Moment], starts: Sequence[Stage], end: Stage) -> float | None:
-    """Seconds from the first of `starts` that there is to `end`."""
-    at = {moment.stage: moment.at_s for moment in moments}  # the last time, after a replay
-    start_s = next((at[stage] for stage in starts if stage in at), None)
-    return None if start_s is None or end not in at else max(at[end] - start_s, 0.0)

@@ -130,7 +130,11 @@ FINISHED = Finished(
         Tokens(first_index=0, count=2, token_ids=(1, 2), text="ab", sample=3, logprobs=SCORES, prompt_logprobs=SCORES),
         FINISHED,
         dataclasses.replace(FINISHED, stop_token_id=None, stop_string="\n"),
-        *(dataclasses.replace(FINISHED, stop_token_id=None, reason=reason) for reason in FinishReason),
+        *(
+            dataclasses.replace(FINISHED, stop_token_id=None, reason=reason)
+            for reason in FinishReason
+            if reason is not FinishReason.HANDED_OFF
+        ),
     ],
 )
 def test_answer_round_trip(message: Understood | Tokens | Finished) -> None:

@@ -122,7 +122,7 @@ def test_a_port_in_use_costs_no_loading(scripted: ModuleType, scripted_model: No
             port = int(address.rpartition(":")[2])
             with pytest.raises(FailedPrecondition, match=f"--grpc-port {port} on --host 127.0.0.1 is in use"):
                 config = ServerConfig(port=None, grpc_port=port)
-                await serve(made.append, config, stop=asyncio.Event())  # type: ignore[arg-type]
+                await serve(made.append, config, stop=asyncio.Event())  # type: ignore[arg-type,type-var]
         assert made == []
 
     asyncio.run(run())

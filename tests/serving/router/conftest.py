@@ -79,7 +79,8 @@ class Router:
     def settled(self) -> None:
         """No leg is charged any more, and nothing is remembered."""
         assert self.engine.roster.ledger.in_flight == 0
-        assert not self.engine._live and not self.engine._by_wire and not self.engine._started_s
+        requests = self.engine.requests
+        assert not requests.live and not requests.by_wire and not requests.started_s
 
 
 async def until(true: Callable[[], bool], within_s: float = 5.0) -> None:

@@ -72,6 +72,7 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServicer):
     fail         what every request that starts ends with
     fail_at      (index, error): what a request ends with instead of making this token or a later one
     early        a decode worker that does not wait for the first token to be out
+    prefill_s    how long a prompt takes
     mute         says nothing any more, and keeps the stream open
     """
 
@@ -85,6 +86,7 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServicer):
         self.mute = False
         self.draining = False
         self.step_s = 0.001
+        self.prefill_s = 0.0
         self.port = 0
         self.described = 0
         self.secrets: set[str] = set()  # that calls came with
@@ -293,6 +295,7 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServicer):
                 life.mark(stage)
         else:
             life.mark(Stage.PREFILL_START)
+            await asyncio.sleep(self.prefill_s)
         while True:
             while self.stop_at is not None and index >= self.stop_at and not _aborted(running, sample):
                 await asyncio.sleep(self.step_s)

@@ -398,3 +398,65 @@ def test_who_gives_up_what_the_prefill_worker_has_ended_is_not_blamed(cluster: C
             router.settled()
 
     asyncio.run(run())
+
+
+def test_what_would_be_late_is_refused_at_once(cluster: Cluster) -> None:
+    async def run() -> None:
+        async with cluster(prefill=1, decode=1, prefill_policy="ttft_estimate", ttft_slo_s=0.02) as (router, (p, d)):
+            p.prefill_s = 0.05
+            for _ in range(8):  # while nothing is known of it, all are let in
+                await router.finish(router.submit())
+            with pytest.raises(ResourceExhausted, match=r"a TTFT of 0.02 s was asked for") as caught:
+                router.submit()
+            assert caught.value.retry_after_s > 0
+            assert router.engine.counts.refusals["prefill", "too_late"] == 1
+            router.settled()
+
+    asyncio.run(run())
+
+
+def test_workers_that_keep_dying_under_load(cluster: Cluster, worker_script: ModuleType, soon: Any) -> None:
+    """Every answer is whole, or ends with an error that says why; what it has of tokens is right in any case."""
+
+    async def run() -> None:
+        async with cluster(prefill=2, decode=3, mixed=1, max_migrations=20, max_tries=20) as (router, workers):
+            stop = asyncio.Event()
+            for worker in workers:
+                worker.step_s = 0.005
+
+            async def kill() -> None:
+                for i in range(12):
+                    victim = workers[i % len(workers)]
+                    await asyncio.sleep(0.15)
+                    await victim.die()
+                    await asyncio.sleep(0.1)
+                    await victim.start()
+                stop.set()
+
+            killing = asyncio.create_task(kill())
+            requests: list[Any] = []
+            refused = 0
+            while not stop.is_set():
+                try:
+                    requests.append(router.submit(max_tokens=40, n=1 + len(requests) % 2))
+                except Unavailable:
+                    refused += 1
+                await asyncio.sleep(0.02)
+            await killing
+            whole = 0
+            for request in requests:
+                for sample in range(request.params.n):
+                    end = await router.finish(request, sample, within_s=20)
+                    got, right = router.tokens(request, sample), worker_script.answer_of(request, sample)
+                    assert got == right[: len(got)] and end.usage.completion_tokens == len(got)
+                    if end.error is None:
+                        assert got == right
+                        whole += 1
+                    else:
+                        assert isinstance(end.error, Unavailable), end.error
+            assert whole > 50 and router.engine.counts.again["replays"] > 3
+            assert refused < len(requests)
+            await soon(lambda: all(not worker.running for worker in workers))
+            router.settled()
+
+    asyncio.run(run())

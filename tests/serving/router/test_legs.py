@@ -14,7 +14,8 @@ from jaxpd.life import Life, Moment, Stage
 from jaxpd.policies.breaker import Outcome
 from jaxpd.policies.workers import Choice, Leg, Route, Site
 from jaxpd.request import FinishEvent, FinishReason, Request, SamplingParams, Timings, TokenLogprobs, TokensEvent, Usage
-from serving.router.legs import Attempt, Cancel, Closed, Deliver, Effect, Legs, Moved, Plan, Prefilled, Retry, Wait
+from serving.router.attempt import Attempt, Cancel, Closed, Deliver, Effect, Moved, Plan, Prefilled, Retry, Wait
+from serving.router.legs import Legs
 
 P, D, M = "p", "d", "m"
 SPLIT = Route(prefill=Choice(site=Site(P, 0)), decode=Choice(site=Site(D, 0)))
@@ -166,6 +167,14 @@ def test_whom_a_failure_is_about(who: str, error: JaxpdError, blamed: tuple[Leg,
     assert (plan.avoids[-1] == frozenset()) == (not isinstance(error, ResourceExhausted))
     assert {effect.worker for effect in effects if isinstance(effect, Cancel)} == {P, D}
     assert legs.heard(P, tokens(0, 7), now_s=3.0) == [], "an attempt that is over is not listened to"
+
+
+@pytest.mark.parametrize(("asked", "comes"), [(0, ()), (None, None)])
+def test_a_prompt_of_one_token_has_no_scores_and_says_so(asked: int | None, comes: tuple[()] | None) -> None:
+    legs = legs_of(prompt_logprobs=asked)
+    begun(legs)
+    [first, *_] = [e.event for e in legs.heard(P, tokens(0, 7), now_s=12.0) if isinstance(e, Deliver)]
+    assert isinstance(first, TokensEvent) and first.prompt_logprobs == comes
 
 
 def test_all_samples_begin_again_together_while_none_has_a_token() -> None:
@@ -321,3 +330,13 @@ def walk(draw: random.Random) -> None:
         assert open_ == set(legs.attempts)
     take(legs.abort(None, now_s=1.0))
     assert ended == [1] * n and legs.done and not legs.attempts and not open_
+
+
+def test_what_is_handed_over_is_the_decode_worker_s_affair() -> None:
+    legs = legs_of()
+    begun(legs)
+    legs.heard(P, tokens(0, 7), now_s=1.0)
+    legs.heard(P, handed(), now_s=1.0)
+    for word in (handed(), failed(Internal("too late")), end(FinishReason.LENGTH), end(FinishReason.ABORT)):
+        assert legs.heard(P, word, now_s=2.0) == []
+    assert legs.lost(P, "killed", now_s=2.0) == [] and set(legs.attempts) == {"r.1"}

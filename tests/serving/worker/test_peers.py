@@ -46,6 +46,9 @@ class Ears:
         assert self.peers[peer.name] is peer
         self.heard.append((peer.name, message))
 
+    def has(self, name: str) -> bool:
+        return name in self.peers
+
     def has_lost(self, name: str) -> bool:
         return any(lost == name for lost, _ in self.losses)
 
@@ -343,5 +346,20 @@ def test_another_worker_than_is_meant_is_found_out(ends: Callable[..., Any]) -> 
             p.peers.check(d.address, "")
             with pytest.raises(Unavailable, match="new, and old was meant"):
                 p.peers.check(d.address, "old")
+
+    go(run())
+
+
+def test_a_worker_that_comes_again_has_lost_its_stream_from_before(ends: Callable[..., Any]) -> None:
+    async def run() -> None:
+        async with ends(Role.DECODE) as d, grpc.aio.insecure_channel(d.address) as channel:
+            for port in (8, 9):
+                call = worker_pb2_grpc.WorkerStub(channel).Peer()
+                hello = PeerHello(instance="same", identity=IDENTITY, transfer_address=f"127.0.0.1:{port}")
+                await call.write(hello_to_proto(hello))
+                await call.read()
+                await eventually(functools.partial(d.ears.has, f"127.0.0.1:{port}"))
+            assert d.ears.losses == [("127.0.0.1:8", "the prefill worker has opened another stream")]
+            assert list(d.ears.peers) == ["127.0.0.1:9"]
 
     go(run())

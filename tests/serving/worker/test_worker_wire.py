@@ -7,7 +7,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxpd.cache.prefix import PrefixStats
@@ -127,11 +127,13 @@ def test_every_field_of_the_parameters_is_tried() -> None:
     assert {field.name for field in dataclasses.fields(Request)} == drawn
 
 
+@settings(deadline=None)
 @given(requests)
 def test_requests_cross(request: Request) -> None:
     assert request_from_proto(crossed(request_to_proto(request)), arrival_s=12.5) == request
 
 
+@settings(deadline=None)
 @given(
     requests,
     st.one_of(st.none(), st.builds(PrefillLeg, peer=text, handoffs=handoffs), st.builds(DecodeLeg, handoffs=handoffs)),
@@ -163,6 +165,7 @@ tokens_events = st.builds(
 )
 
 
+@settings(deadline=None)
 @given(st.lists(tokens_events, max_size=3))
 def test_tokens_cross(events: list[TokensEvent]) -> None:
     assert events_from_proto(crossed(events_to_proto(events)), started_s={}) == events
@@ -183,6 +186,7 @@ errors = st.one_of(
 )
 
 
+@settings(deadline=None)
 @given(errors)
 def test_errors_cross(error: JaxpdError) -> None:
     back = failure_from_proto(crossed(failure_to_proto(error)))
@@ -205,6 +209,7 @@ finishes = st.builds(
 )
 
 
+@settings(deadline=None)
 @given(finishes)
 def test_ends_cross(event: FinishEvent) -> None:
     (back,) = events_from_proto(crossed(events_to_proto([event])), started_s={"r": 3.0})
@@ -280,6 +285,7 @@ replicas = st.builds(
 )
 
 
+@settings(deadline=None)
 @given(
     st.sampled_from(State),
     counts,
@@ -357,6 +363,7 @@ descriptions = st.builds(
 )
 
 
+@settings(deadline=None)
 @given(descriptions)
 def test_descriptions_cross(description: Description) -> None:
     assert description_from_proto(crossed(description_to_proto(description))) == description
@@ -408,11 +415,13 @@ messages = st.one_of(
 )
 
 
+@settings(deadline=None)
 @given(messages)
 def test_words_of_a_hand_off_cross(message: Message) -> None:
     assert peer_from_proto(crossed(peer_to_proto(message))) == message
 
 
+@settings(deadline=None)
 @given(identities, text, text)
 def test_hellos_of_peers_cross(identity: Identity, instance: str, address: str) -> None:
     hello = PeerHello(instance=instance, identity=identity, transfer_address=address)
