@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 import typer.core
 
-from jaxpd.cli import bench, convert, env, generate, router, serve, worker, workers
+from jaxpd.cli import bench, convert, env, generate, router, serve, up, worker, workers
 from jaxpd.errors import JaxpdError
 from jaxpd.version import __version__
 
@@ -85,6 +85,8 @@ app.command("serve")(serve.serve)
 app.command("worker")(worker.worker)
 app.command("router")(router.router)
 app.command("workers")(workers.workers)
+app.command("up")(up.up)
+app.command("down")(up.down)
 app.command("generate")(generate.generate)
 app.command("convert")(convert.convert)
 app.command("env")(env.env)

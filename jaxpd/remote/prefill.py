@@ -177,7 +177,7 @@ class PrefillSide:
             if bound is None:
                 return
             if not (bound.handed_off and bound.offers):
-                del self._bound[bound.handoff]
+                self._bound.pop(bound.handoff, None)  # the last offer may have been over before
             if bound.handed_off or bound.peer is None:
                 return
             peer = bound.peer

@@ -267,6 +267,19 @@ def test_legs_that_cannot_be_served_are_refused(pair: Pair) -> None:
     pair.settle()
 
 
+def test_all_may_be_acknowledged_before_the_prefill_engine_is_done(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    finish = pair.prefill.finish
+
+    def late(seq: Any, reason: FinishReason, **more: Any) -> Any:
+        if reason is FinishReason.HANDED_OFF:
+            until(lambda: pair.prefill.side.staging_bytes == 0)  # type: ignore[attr-defined]
+        return finish(seq, reason, **more)
+
+    monkeypatch.setattr(pair.prefill, "finish", late)
+    assert len(pair.generate("quick decode side", [15, *LONG], max_tokens=4)) == 4
+    pair.settle()
+
+
 # -- aborts and lost peers at every stage
 
 
