@@ -40,6 +40,9 @@ from pallas_kernels.names import AUTO, GPU_INTERPRET, NAMES, PLATFORM_OF
 log = logging.getLogger(__name__)
 
 DEFAULT_CPU_DEVICES = 2  # 1x1 + 1x1
+# On CPU, JAX has one pool of threads for programs and for the copies of the transfer server, as large as there are
+# devices or cores. With a core and a device, as in a container, no KV crossed as long as prompts were computed.
+TRANSFER_THREADS = 2
 GPU_INTERPRETER_DEVICES = 16  # JAX has a thread for each; with few, the interpreter's threads of a kernel wait for ever
 
 
@@ -77,7 +80,7 @@ def prepare_devices(config: EngineConfig) -> Given:
     one = (MeshSpec(1, 1),)
     wanted = max(total_devices(prefill or one, decode or one), total_devices(shared or one), DEFAULT_CPU_DEVICES)
     if config.role is not None:
-        wanted = total_devices(shared or one)
+        wanted = total_devices(shared or one) + TRANSFER_THREADS
     if config.kernels == GPU_INTERPRET:
         wanted = max(wanted, GPU_INTERPRETER_DEVICES)
     try:
