@@ -15,7 +15,7 @@ with_extras = .$(if $(strip $(1)),[$(1)])
 extras_of = $(if $(EXTRAS),$(1)$(if $(1),$(comma))$(EXTRAS),$(1))
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test lint format failures fuzz gemma reference notebooks aot roofline soak clean
+.PHONY: help serve test lint format clusters failures fuzz gemma reference notebooks aot roofline soak clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -43,14 +43,17 @@ gemma: $(VENV)/.installed-test ## compare Gemma 3 270M with its reference tokens
 reference: $(VENV)/.installed-test ## compare SmolLM2 with its reference tokens on every pair of meshes (minutes)
 	@JAX_PLATFORMS=cpu $(BIN)/python -m pytest -q -m slow $(TESTS)
 
-failures: $(VENV)/.installed-test ## every way that workers fail, at every stage of a request (half an hour), write the table
+clusters: $(VENV)/.installed-test ## start whole clusters and break them: jaxpd up, workers, manifests' commands (minutes; EXTRAS=ray for Ray)
+	@JAX_PLATFORMS=cpu $(BIN)/python -m pytest -q -m clusters $(TESTS)
+
+failures: $(VENV)/.installed-test ## every way that workers fail, at every stage of a request (ten minutes), write the table
 	@JAX_PLATFORMS=cpu $(BIN)/python -m pytest -q -m failures $(or $(TESTS),tests/cluster); status=$$?; \
 	  if [ -z '$(TESTS)' ] && [ -f build/failures.json ]; then \
 	    JAX_PLATFORMS=cpu $(BIN)/python -m tests.cluster.report build/failures.json || status=1; \
 	  fi; \
 	  exit $$status
 
-soak: $(VENV)/.installed-test ## 5,000 requests while clients leave and workers are killed (an hour)
+soak: $(VENV)/.installed-test ## 5,000 requests while clients leave and workers are killed (minutes)
 	@JAX_PLATFORMS=cpu $(BIN)/python -m pytest -q -s -m soak $(or $(TESTS),tests/cluster)
 
 notebooks: $(VENV)/.installed-test ## run the notebooks and keep what comes out (minutes)

@@ -52,7 +52,7 @@ SEPARATE = "separate"
 MIXED = ("decoupled", "chunked", "interleaved")
 SETUPS = (SEPARATE, *MIXED)
 SETTLE_S = 5.0  # from the first chat to the first window: all of them decode by then
-A_TOKEN_S = 0.1  # of a chat, at least: how long they go on behind the last window
+A_TOKEN_S = 0.08  # of a chat, at least: how long they go on behind the last window
 PATIENCE_S = 900.0
 
 
@@ -245,7 +245,7 @@ def load_of(args: argparse.Namespace) -> Load:
     return Load(
         chats=args.chats,
         chat_prompt="uniform:16:32" if args.quick else "uniform:32:96",
-        chat_answer="uniform:32:48" if args.quick else "uniform:96:160",
+        chat_answer="uniform:32:48" if args.quick else "uniform:192:320",
         prompt=args.prompt,
         prompt_answer=4 if args.quick else 16,
         rates=tuple(args.rates),

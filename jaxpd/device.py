@@ -15,10 +15,11 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from jaxpd.batch import BatchShape, Row, pack
-from jaxpd.programs import Programs, ProgramSpec, page_pieces
+from jaxpd.errors import JaxpdError
+from jaxpd.programs import LOGPROBS, TOKENS, Programs, ProgramSpec, page_pieces
 from jaxpd.sampling import Logprobs, Sampled
 from jaxpd.slot_options import NO_TOKEN, Flag
-from meshes.sharding import DATA, MODEL, replica_mesh, replica_view, shards_of, with_replica
+from meshes.sharding import DATA, MODEL, is_here, replica_mesh, replica_view, shards_of, to_devices, with_replica
 from meshes.transfer.in_process import Staging
 
 
@@ -41,7 +42,9 @@ class PoolDevice:
         self._packed = spec.on(P(DATA))
         self._alone = spec.mesh.size == 1
         self._counts = spec.on(P(DATA, MODEL))
-        self._ids = [spec.on(P(), replica_mesh(spec.mesh, r)) for r in range(spec.replicas)]
+        meshes = [replica_mesh(spec.mesh, r) for r in range(spec.replicas)]
+        self._ids = [spec.on(P(), mesh) for mesh in meshes]
+        self._here = [is_here(mesh) for mesh in meshes]
         self.reset()
         self.weight_bytes = _bytes_on_one_device(params)
         self.kv_bytes = _bytes_on_one_device(self.pages)
@@ -51,10 +54,16 @@ class PoolDevice:
         self.pages, self.last_tokens = self.spec.new_state()
         self.options, self.counts = self.spec.new_slots()
 
+    def explained(self, error: Exception) -> JaxpdError | None:
+        """What a failed step means to the requests in it; None: a fault of this process."""
+        return None
+
     @property
     def free_bytes(self) -> int | None:
         """Bytes left on the fullest device; None where the backend does not say (CPU). From any thread."""
-        readings = [device.memory_stats() for device in self.spec.mesh.devices.flat if device.platform != "cpu"]
+        here = jax.process_index()
+        devices = [d for d in self.spec.mesh.devices.flat if d.platform != "cpu" and d.process_index == here]
+        readings = [device.memory_stats() for device in devices]
         free = [stats["bytes_limit"] - stats["bytes_in_use"] for stats in readings if stats and "bytes_limit" in stats]
         return min(free, default=None)
 
@@ -64,7 +73,7 @@ class PoolDevice:
         That is a copy of a few microseconds in C++; `device_put` takes 50 to 150, most of it Python. For several
         devices the call would do the same in Python, once for each program.
         """
-        return packed if self._alone else jax.device_put(packed, self._packed)
+        return packed if self._alone else to_devices(packed, self._packed)
 
     def step(self, shape: BatchShape, batch: Sequence[Sequence[Row]] | np.ndarray) -> Sampled:
         """Dispatches forward, sample and what options need of one batch; the result, [R, B], is still on its way.
@@ -88,15 +97,15 @@ class PoolDevice:
         changed = logits if mask_RBW is None else self.programs.mask[shape.rows](logits, self.put(mask_RBW))
         if not asked.any():
             tokens, self.last_tokens = self.programs.sample[shape.rows](changed, self.last_tokens, head)
-            return Sampled(tokens, None)
+            return self._readable(Sampled(tokens, None))
         flags = Flag(int(np.bitwise_or.reduce(asked, axis=None)))
         if flags.needs_slot:
             changed = self.programs.apply[shape.rows](changed, self.options, self.counts, head)
         tokens, self.last_tokens = self.programs.sample[shape.rows](changed, self.last_tokens, head)
         if not flags & (Flag.COUNT | Flag.LOGPROBS):
-            return Sampled(tokens, None)
+            return self._readable(Sampled(tokens, None))
         self.counts, logprobs = self.programs.account[shape.rows](logits, tokens, self.counts, head)
-        return Sampled(tokens, logprobs if flags & Flag.LOGPROBS else None)
+        return self._readable(Sampled(tokens, logprobs if flags & Flag.LOGPROBS else None))
 
     def score(self, replica: int, row: Row, targets: Sequence[int]) -> Logprobs:
         """Dispatches a chunk of a prompt and the log probabilities of `targets`, each given the tokens before it.
@@ -107,7 +116,7 @@ class PoolDevice:
         shape, replicas = self.spec.score_shape, self.spec.replicas
         packed = pack(shape, [[row] if r == replica else [] for r in range(replicas)])
         logits, self.pages, _ = self.programs.score[shape](
-            self.params, self.pages, self.last_tokens, jax.device_put(packed, self._packed)
+            self.params, self.pages, self.last_tokens, to_devices(packed, self._packed)
         )
         head = np.zeros((replicas, BatchShape(0, shape.tokens, 0).packed_len), np.int32)
         fields = BatchShape(0, shape.tokens, 0).fields()
@@ -117,9 +126,9 @@ class PoolDevice:
         head[replica, start : start + len(targets)] = int(Flag.LOGPROBS)
         asked = np.zeros((replicas, shape.tokens), np.int32)
         asked[replica, : len(targets)] = targets
-        tokens, on_device = jax.device_put((asked, head), self._packed)
+        tokens, on_device = to_devices(asked, self._packed), to_devices(head, self._packed)
         self.counts, logprobs = self.programs.account[shape.tokens](logits, tokens, self.counts, on_device)
-        return logprobs
+        return self.programs.read[LOGPROBS, shape.tokens](logprobs) if self.spec.read_apart else logprobs
 
     def set_slot(self, replica: int, slot: int, options_K: np.ndarray, counts_V: np.ndarray | None) -> None:
         """Dispatches writes of what a sequence asks of sampling (rows of `jaxpd.slot_options`) into its slot.
@@ -128,20 +137,25 @@ class PoolDevice:
         """
         rows_RK = np.full((self.spec.replicas, 1 + len(options_K)), NO_TOKEN, np.int32)  # a slot out of range: nowhere
         rows_RK[replica] = (slot, *options_K)
-        self.options = self.programs.set_row["options"](self.options, jax.device_put(rows_RK, self._packed))
+        self.options = self.programs.set_row["options"](self.options, to_devices(rows_RK, self._packed))
         if counts_V is None:
             return
         counts_RV = np.zeros((self.spec.replicas, len(counts_V)), np.uint16)
         counts_RV[replica] = counts_V
-        slots_R = jax.device_put(np.ascontiguousarray(rows_RK[:, 0]), self._packed)
-        self.counts = self.programs.set_row["counts"](self.counts, slots_R, jax.device_put(counts_RV, self._counts))
+        slots_R = to_devices(np.ascontiguousarray(rows_RK[:, 0]), self._packed)
+        self.counts = self.programs.set_row["counts"](self.counts, slots_R, to_devices(counts_RV, self._counts))
 
     def gather(self, replica: int, page_ids: np.ndarray) -> list[Staging]:
-        """Dispatches copies of pages of one replica into staging, in the pieces of `page_pieces`."""
+        """Dispatches copies of pages of one replica into staging, in the pieces of `page_pieces`.
+
+        Of a replica that lies in other processes the pieces have no shards here.
+        """
+        if not self._here[replica]:
+            return [self.spec.staging_elsewhere(replica, size) for size in page_pieces(len(page_ids))]
         view = replica_view(self.pages, shards_of(self.pages), self.spec.mesh, replica)
         out = []
         for ids in self._pieces(page_ids, filler=0):
-            out.append(self.programs.gather[replica, len(ids)](view, jax.device_put(ids, self._ids[replica])))
+            out.append(self.programs.gather[replica, len(ids)](view, to_devices(ids, self._ids[replica])))
         return out
 
     def scatter(self, replica: int, page_ids: np.ndarray, pieces: Sequence[Staging]) -> None:
@@ -149,8 +163,16 @@ class PoolDevice:
         shards = shards_of(self.pages)
         view = replica_view(self.pages, shards, self.spec.mesh, replica)
         for ids, piece in zip(self._pieces(page_ids, filler=self.spec.num_pages), pieces, strict=True):
-            view = self.programs.scatter[replica, len(ids)](view, jax.device_put(ids, self._ids[replica]), piece)
+            view = self.programs.scatter[replica, len(ids)](view, to_devices(ids, self._ids[replica]), piece)
         self.pages = with_replica(self.pages, shards, view)
+
+    def _readable(self, sampled: Sampled) -> Sampled:
+        """The same where this process can read all of it, also what the replicas in other processes have sampled."""
+        if not self.spec.read_apart:
+            return sampled
+        read, rows = self.programs.read, sampled.tokens_B.shape[1]
+        tokens = read[TOKENS, rows](sampled.tokens_B)
+        return Sampled(tokens, None if sampled.logprobs is None else read[LOGPROBS, rows](sampled.logprobs))
 
     @staticmethod
     def _pieces(page_ids: np.ndarray, *, filler: int) -> list[np.ndarray]:

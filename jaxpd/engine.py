@@ -43,6 +43,7 @@ from jaxpd.in_process import InProcess
 from jaxpd.life import Stage
 from jaxpd.limits import Limits
 from jaxpd.mover import Mover
+from jaxpd.multihost.leader import Followers
 from jaxpd.policies.chunking import Costs
 from jaxpd.pool import Pool
 from jaxpd.progress import Progress, SilentProgress, TimedProgress
@@ -62,7 +63,8 @@ log = logging.getLogger(__name__)
 class Engine:
     """Serves one model on a set of prefill and decode meshes. All public methods may be called from any thread.
 
-    `on_events` gets one list of events per step, from a pool's thread; it must not block.
+    `on_events` gets one list of events per step, from a pool's thread; it must not block. `followers` are the other
+    processes of a worker that is several (jaxpd/multihost/); the engine closes them.
     """
 
     def __init__(
@@ -72,8 +74,10 @@ class Engine:
         *,
         on_events: Callable[[list[Event]], None],
         progress: Progress | None = None,
+        followers: Followers | None = None,
     ) -> None:
         self.checkpoint = checkpoint
+        self.followers = followers
         self.config = config
         self._on_events = on_events
         self._progress = TimedProgress(progress or SilentProgress())
@@ -124,7 +128,14 @@ class Engine:
     def start(self) -> None:
         """Loads weights, compiles every program and starts the pools. Blocking; after it the engine is ready."""
         began_s = time.monotonic()
-        self._pools = build_pools(self._placement, self.checkpoint, self.config, owner=self, progress=self._progress)
+        self._pools = build_pools(
+            self._placement,
+            self.checkpoint,
+            self.config,
+            owner=self,
+            progress=self._progress,
+            followers=self.followers,
+        )
         self._mover = self._make_mover(self._pools)
         for pool in self._pools:
             pool.start()
@@ -164,6 +175,8 @@ class Engine:
             self._mover.close()
         while self._pools:
             self._pools.pop().close()
+        if self.followers is not None:
+            self.followers.close()
         # Whoever still holds the engine must not hold weights and pages with it; pools and engine know each other, so
         # that only the collector ends them.
         self._watchdog = self._side = None
@@ -256,6 +269,18 @@ class Engine:
         with self._lock:
             waiting = [s for live in self._registry.values() for s in live.values() if s.state is State.QUEUED]
         self._mover.pool_given_up(pool, error, waiting)
+
+    def give_up(self, reason: str) -> None:
+        """Nothing can be computed any more: all requests are answered with Unavailable, and no new ones are taken.
+
+        For a worker of which a process is lost: the pool's thread may be in a step that never ends.
+        """
+        with self._lock:
+            self._state = f"broken ({reason})"
+            live = [s for samples in self._registry.values() for s in samples.values()]
+        error = Unavailable(f"the request is given up: {reason}")
+        for seq in live:
+            self.emit(self.finish(seq, FinishReason.ERROR, error=error))
 
     def stats(self) -> EngineStats:
         """Requests by state, free pages and slots, staged bytes, and what was counted since the start."""

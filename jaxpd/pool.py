@@ -486,7 +486,7 @@ class Pool:
 
     def _recover(self, error: Exception) -> None:
         """A step failed: its sequences are answered, and the page pool (which may be gone) is made anew."""
-        failure = _internal("a device step", error)
+        failure = self.device.explained(error) or _internal("a device step", error)
         victims = [seq for replica in self._running for seq in replica] + list(self._staged)
         self._staged.clear()
         self._waiting = [seq for seq in self._waiting if seq.state is not State.FINISHED]  # a watchdog's answers

@@ -10,6 +10,7 @@
     score(params, pages, last_tokens, packed)    -> logits [R, T, V], pages, head (pages donated)
     gather(pages of one replica, page ids)       -> staging, one array [tp, L, N, S, W] per KV slot
     scatter(pages of one replica, ids, heads)    -> pages of that replica        (donated)
+    read(tokens, or log probabilities)           -> the same, whole on every device
 
 `mask` runs first, in steps in which a row has a grammar; `apply` runs before `sample` and `account` after it, with the
 model's logits, in steps in which a row has options beyond temperature and seed. They depend on the number of rows alone
@@ -20,7 +21,7 @@ prompt log probabilities; `account` reads them.
 Everything is compiled ahead of time from shapes; serving calls the executables, so a bucket that was not compiled is
 a KeyError in a test and never a compile at run time, unless that was asked for (`--no-precompile`). `forward` and
 `sample` run under `shard_map` over the whole mesh, and a replica with no rows skips the work; the hand-off's two run on
-one replica's sub-mesh.
+one replica's sub-mesh. `read` is there where replicas lie in several processes: one reads what all have sampled.
 """
 
 from __future__ import annotations
@@ -41,10 +42,11 @@ from jaxpd.mask import apply_mask
 from jaxpd.models.config import ModelConfig
 from jaxpd.models.decoder import abstract_params, merge
 from jaxpd.models.layout import ModelLayout
+from jaxpd.request import MAX_LOGPROBS
 from jaxpd.sampling import Logprobs, account, apply_options, sample_tokens
 from jaxpd.slot_options import ROW_LEN
 from jaxpd.structured import mask_words
-from meshes.sharding import DATA, MODEL, ShardingRules, replica_mesh
+from meshes.sharding import DATA, MODEL, ShardingRules, is_here, is_shared, replica_mesh
 from pallas_kernels.batch import ragged_batch
 from pallas_kernels.gather_pages import gather_pages
 from pallas_kernels.names import AUTO
@@ -55,6 +57,7 @@ STAGING_SPEC = P(MODEL)  # [tp, L, N, S, W]
 LOGITS_SPEC = P(DATA, None, MODEL)  # [R, B, V]
 COUNTS_SPEC = P(DATA, None, MODEL)  # counts_RSV
 PAGE_BUCKETS = (4, 16, 64)
+TOKENS, LOGPROBS = "tokens", "logprobs"  # keys of `read`
 SCORE_TOKENS = 64  # tokens of one prompt in a scoring step: [64, vocabulary] float32 logits a replica
 
 
@@ -111,6 +114,22 @@ class ProgramSpec:
         """pages_RLPKSW."""
         return (self.replicas, *self.layout.page_shape(self.num_pages, self.page_size))
 
+    @property
+    def read_apart(self) -> bool:
+        """Whether a process cannot read what all replicas sample: they lie in several."""
+        return self.replicas > 1 and is_shared(self.mesh)
+
+    def staging_shape(self, count: int) -> tuple[int, ...]:
+        """[tp, L, N, S, W] of `count` pages."""
+        layers, _, _, page_size, width = self.layout.page_shape(self.num_pages, self.page_size)
+        return (self.layout.tp, layers, count, page_size, width)
+
+    def staging_elsewhere(self, replica: int, count: int) -> tuple[jax.Array, ...]:
+        """What other processes have staged of a replica that is all theirs: arrays without a shard here."""
+        on = self.on(STAGING_SPEC, replica_mesh(self.mesh, replica))
+        empty = jax.make_array_from_single_device_arrays(self.staging_shape(count), on, [], dtype=self.dtype)
+        return (empty,) * self.layout.heads.kv_per_device
+
     def new_state(self) -> tuple[jax.Array, jax.Array]:
         """(pages, last tokens): a zeroed pool on the mesh."""
         pages, last = self.on(PAGES_SPEC), self.on(P(DATA))
@@ -164,6 +183,7 @@ class Programs:
     score: Table = dataclasses.field(default_factory=Table)
     gather: Table = dataclasses.field(default_factory=Table)  # (replica, pages)
     scatter: Table = dataclasses.field(default_factory=Table)
+    read: Table = dataclasses.field(default_factory=Table)  # (TOKENS or LOGPROBS, rows)
 
     def compile_tasks(
         self, spec: ProgramSpec, *, gathers: bool, scatters: bool, scores: bool = False
@@ -194,9 +214,14 @@ class Programs:
             yield f"apply b{rows}", self.apply, rows, make(_compile_apply, spec, rows)
         for rows in sorted({shape.rows for shape in spec.shapes} | rows_scored):
             yield f"account b{rows}", self.account, rows, make(_compile_account, spec, rows)
+            for what in (TOKENS, LOGPROBS) if spec.read_apart else ():
+                yield f"read {what} b{rows}", self.read, (what, rows), make(_compile_read, spec, what, rows)
         yield "set options", self.set_row, "options", make(_compile_set_options, spec)
         yield "set counts", self.set_row, "counts", make(_compile_set_counts, spec)
+        shared = is_shared(spec.mesh)
         for replica in range(spec.replicas):
+            if shared and not is_here(replica_mesh(spec.mesh, replica)):
+                continue
             for count in PAGE_BUCKETS:
                 key = (replica, count)
                 if gathers:
@@ -364,6 +389,16 @@ def _compile_account(spec: ProgramSpec, rows: int) -> Callable[..., Any]:
     return lowered.compile()
 
 
+def _compile_read(spec: ProgramSpec, what: str, rows: int) -> Callable[..., Any]:
+    shape, cut = (spec.replicas, rows), spec.on(P(DATA))
+    args: Any = _shaped(shape, jnp.int32, cut)
+    if what == LOGPROBS:
+        top = (*shape, min(MAX_LOGPROBS, spec.layout.padded_vocab))
+        like = (_shaped(shape, jnp.float32, cut), _shaped(top, jnp.float32, cut), _shaped(top, jnp.int32, cut))
+        args = Logprobs._make(like)  # type: ignore[arg-type]  # abstract arrays
+    return jax.jit(lambda x: x, out_shardings=spec.on(P())).lower(args).compile()
+
+
 def _compile_set_options(spec: ProgramSpec) -> Callable[..., Any]:
     def local(options_1SK: jax.Array, row_1K: jax.Array) -> jax.Array:
         return options_1SK.at[0, row_1K[0, 0]].set(row_1K[0, 1:], mode="drop")
@@ -393,10 +428,9 @@ def _compile_set_counts(spec: ProgramSpec) -> Callable[..., Any]:
 def _replica_args(spec: ProgramSpec, replica: int, count: int) -> tuple[Mesh, tuple, tuple]:
     """The sub-mesh of a replica, and the abstract (pages, ids) and staging arguments of its hand-off programs."""
     sub = replica_mesh(spec.mesh, replica)
-    layers, _, _, page_size, width = spec.layout.page_shape(spec.num_pages, spec.page_size)
     pages = _shaped((1, *spec.pages_shape[1:]), spec.dtype, spec.on(PAGES_SPEC, sub))
     ids = _shaped((count,), jnp.int32, spec.on(P(), sub))
-    staging = _shaped((spec.layout.tp, layers, count, page_size, width), spec.dtype, spec.on(STAGING_SPEC, sub))
+    staging = _shaped(spec.staging_shape(count), spec.dtype, spec.on(STAGING_SPEC, sub))
     return sub, (pages, ids), (staging,) * spec.layout.heads.kv_per_device
 
 

@@ -27,6 +27,7 @@ from jaxpd.config import DISAGGREGATED, SHARED_MODES, EngineConfig
 from jaxpd.device import PoolDevice
 from jaxpd.errors import FailedPrecondition, InvalidArgument
 from jaxpd.limits import Limits, Memory, make_limits, weight_bytes_per_device
+from jaxpd.multihost.leader import Followers
 from jaxpd.policies.batching import POLICIES
 from jaxpd.pool import Owner, Pool
 from jaxpd.programs import Programs, ProgramSpec
@@ -39,6 +40,9 @@ from pallas_kernels.names import AUTO, GPU_INTERPRET, NAMES, PLATFORM_OF
 log = logging.getLogger(__name__)
 
 DEFAULT_CPU_DEVICES = 2  # 1x1 + 1x1
+# On CPU, JAX has one pool of threads for programs and for the copies of the transfer server, as large as there are
+# devices or cores. With a core and a device, as in a container, no KV crossed as long as prompts were computed.
+TRANSFER_THREADS = 2
 GPU_INTERPRETER_DEVICES = 16  # JAX has a thread for each; with few, the interpreter's threads of a kernel wait for ever
 
 
@@ -76,7 +80,7 @@ def prepare_devices(config: EngineConfig) -> Given:
     one = (MeshSpec(1, 1),)
     wanted = max(total_devices(prefill or one, decode or one), total_devices(shared or one), DEFAULT_CPU_DEVICES)
     if config.role is not None:
-        wanted = total_devices(shared or one)
+        wanted = total_devices(shared or one) + TRANSFER_THREADS
     if config.kernels == GPU_INTERPRET:
         wanted = max(wanted, GPU_INTERPRETER_DEVICES)
     try:
@@ -172,9 +176,15 @@ def _weights_fit_one(checkpoint: Checkpoint, config: EngineConfig, memory: Memor
 
 
 def build_pools(
-    placement: Placement, checkpoint: Checkpoint, config: EngineConfig, *, owner: Owner, progress: Progress
+    placement: Placement,
+    checkpoint: Checkpoint,
+    config: EngineConfig,
+    *,
+    owner: Owner,
+    progress: Progress,
+    followers: Followers | None = None,
 ) -> list[Pool]:
-    """Pools ready to start, in the order of `limits.pools`."""
+    """Pools ready to start, in the order of `limits.pools`. `followers` have a part of the one mesh there is."""
     limits, rules, meshes = placement.limits, ShardingRules(), placement.meshes
     use_compile_cache(config.compile_cache)
     dtype = np.dtype(limits.dtype)
@@ -192,6 +202,8 @@ def build_pools(
         )
         for pool, mesh in zip(limits.pools, meshes, strict=True)
     ]
+    if followers is not None:
+        followers.prepare(specs[0], limits.pools[0].role, checkpoint)
     try:
         # before the weights: what compiling needs for a while is free by then
         programs = _compile(limits, specs, progress, at_once=config.precompile)
@@ -205,7 +217,8 @@ def build_pools(
     pools: list[Pool] = []
     for i, (pool, spec) in enumerate(zip(limits.pools, specs, strict=True)):
         index = sum(other.role == pool.role for other in pools)
-        device = PoolDevice(spec, params[i], programs[i])
+        make = PoolDevice if followers is None else followers.device
+        device = make(spec, params[i], programs[i])
         pools.append(Pool(index, pool, device, owner, policy=POLICIES[placement.mode]))
     return pools
 

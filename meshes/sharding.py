@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 
 import jax
+import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 DATA = "data"
@@ -55,11 +56,12 @@ def shards_of(array: jax.Array) -> Shards:
 def replica_view(array: jax.Array, shards: Shards, mesh: Mesh, replica: int) -> jax.Array:
     """One replica's slice [1, ...] of an array cut along `data` on axis 0, as an array on that replica's sub-mesh.
 
-    `shards` are `shards_of(array)`. No data moves: the view shares the shards, so donating it consumes them.
+    `shards` are `shards_of(array)`: where a mesh lies in several processes, each has its own. No data moves: the view
+    shares the shards, so donating it consumes them.
     """
     sub = replica_mesh(mesh, replica)
     sharding = NamedSharding(sub, array.sharding.spec)  # type: ignore[attr-defined]
-    parts = [shards[device] for device in sub.devices.flat]
+    parts = [shards[device] for device in sub.devices.flat if device in shards]
     return jax.make_array_from_single_device_arrays((1, *array.shape[1:]), sharding, parts)
 
 
@@ -67,3 +69,24 @@ def with_replica(array: jax.Array, shards: Shards, part: jax.Array) -> jax.Array
     """`array` (of which `shards` were taken) with one replica's shards replaced by those of `part`; no data moves."""
     parts = list((shards | shards_of(part)).values())
     return jax.make_array_from_single_device_arrays(array.shape, array.sharding, parts)
+
+
+def is_shared(mesh: Mesh) -> bool:
+    """Whether the mesh lies in several processes (`jax.distributed`)."""
+    return len({device.process_index for device in mesh.devices.flat}) > 1
+
+
+def is_here(mesh: Mesh) -> bool:
+    """Whether any device of the mesh is this process's."""
+    here = jax.process_index()
+    return any(device.process_index == here for device in mesh.devices.flat)
+
+
+def to_devices(array: np.ndarray, sharding: NamedSharding) -> jax.Array:
+    """A host array under a sharding; where that is of several processes, each gives the same array and puts its part.
+
+    `jax.device_put` would compare the arrays of all processes, which is a collective each time.
+    """
+    if sharding.is_fully_addressable:
+        return jax.device_put(array, sharding)
+    return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])

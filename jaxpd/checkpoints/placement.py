@@ -4,6 +4,7 @@ Every tensor is read once for all meshes, cut on the host into the shares that t
 vocabulary; zeros as padding), and each share is put on the devices that hold it. At no time does more than one
 parameter's worth of host copies exist. On CPU a share is not even copied: it is built 64-byte aligned, so that JAX
 takes the host's buffer as it is, and all virtual devices with one share (data replicas, pools of equal cut) use it.
+Of a mesh that lies in several processes each places what its own devices hold.
 """
 
 from __future__ import annotations
@@ -53,13 +54,17 @@ def load_params(
             for mesh, layout, spec, params in zip(meshes, layouts, specs, out, strict=True):
                 sharding = rules.sharding(mesh, spec[path].get_metadata("axes"))
                 devices = mesh.devices  # [data, model]
+                here = jax.process_index()
                 replicated = sharding.is_fully_replicated
                 placed = []
                 for m in range(layout.tp):
+                    mine = [device for device in devices[:, m] if device.process_index == here]
+                    if not mine:  # of another process: it reads its own share
+                        continue
                     key = (0, 0) if replicated else (layout.tp, m)
                     if key not in shares:
                         shares[key] = _aligned(share(path, layout, m, read), dtype)
-                    placed += [jax.device_put(shares[key], devices[r, m]) for r in range(devices.shape[0])]
+                    placed += [jax.device_put(shares[key], device) for device in mine]
                 params[path] = jax.make_array_from_single_device_arrays(spec[path].shape, sharding, placed)
             jax.block_until_ready([params[path] for params in out])
             stage.advance(float(first.size * np.dtype(dtype).itemsize), path)

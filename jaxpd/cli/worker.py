@@ -16,10 +16,14 @@ from jaxpd.version import __version__
 
 if TYPE_CHECKING:
     from jaxpd.engine import Engine
+    from jaxpd.multihost.joining import Processes
+    from jaxpd.multihost.leader import Followers
+    from jaxpd.progress import Progress
     from serving.worker.config import WorkerConfig
     from serving.worker.process import Ready
 
 MIXED = "mixed"
+SEVERAL = "A worker of several processes"
 
 RoleArgument = Annotated[
     str,
@@ -66,6 +70,34 @@ Router = Annotated[
         rich_help_panel=CLUSTER,
     ),
 ]
+Coordinator = Annotated[
+    str | None,
+    typer.Option(
+        metavar="HOST:PORT",
+        help="For a worker that is several processes: where process 0 waits for the others (jax.distributed). All get "
+        "the same command, but for --process-id and the addresses of their own machine.",
+        show_default=False,
+        rich_help_panel=SEVERAL,
+    ),
+]
+NumProcesses = Annotated[
+    int | None,
+    typer.Option(
+        metavar="N",
+        help="How many they are; each has an equal part of the devices of --mesh.",
+        show_default=False,
+        rich_help_panel=SEVERAL,
+    ),
+]
+ProcessId = Annotated[
+    int | None,
+    typer.Option(
+        metavar="I",
+        help="Which one this is, from 0 on: 0 serves, the others follow it.",
+        show_default=False,
+        rich_help_panel=SEVERAL,
+    ),
+]
 Port = Annotated[
     int | None,
     typer.Option(
@@ -89,6 +121,9 @@ def worker(
     transfer_listen: TransferListen = None,
     router: Router = None,
     port: Port = None,
+    coordinator: Coordinator = None,
+    num_processes: NumProcesses = None,
+    process_id: ProcessId = None,
     heartbeat_timeout: cluster_options.HeartbeatTimeout = 5.0,
     shutdown_timeout: server_options.ShutdownTimeout = 30.0,
     cluster_secret_file: cluster_options.ClusterSecretFile = None,
@@ -154,7 +189,9 @@ def worker(
         precompile=precompile,
         compile_cache=compile_cache,
     )
-    _run(model, EngineConfig(**engine), config, log_format=log_format)
+    engine_config = EngineConfig(**engine)
+    processes = processes_of_flags(coordinator, num_processes, process_id, engine_config)
+    _run(model, engine_config, config, processes, log_format=log_format)
 
 
 def worker_config(role: str, *, port: int | None, log_format: str, **fields: Any) -> WorkerConfig:
@@ -169,7 +206,20 @@ def worker_config(role: str, *, port: int | None, log_format: str, **fields: Any
     return WorkerConfig(role=Role(role), port=port, **fields)
 
 
-def _run(model: str, config: EngineConfig, worker_config: WorkerConfig, *, log_format: str) -> None:
+def processes_of_flags(
+    coordinator: str | None, num_processes: int | None, process_id: int | None, config: EngineConfig
+) -> Processes | None:
+    """What the worker is, if it is several processes. Raises InvalidArgument naming the flag."""
+    if coordinator is num_processes is process_id is None:
+        return None
+    from jaxpd.multihost.process import check_flags
+
+    return check_flags(coordinator, num_processes, process_id, config)
+
+
+def _run(
+    model: str, config: EngineConfig, worker_config: WorkerConfig, processes: Processes | None, *, log_format: str
+) -> None:
     from jaxpd.checkpoints.resolving import resolve
     from jaxpd.engine import Engine
     from jaxpd.startup import prepare_devices
@@ -180,10 +230,21 @@ def _run(model: str, config: EngineConfig, worker_config: WorkerConfig, *, log_f
     set_up(log_format)
     progress = console_progress(log_stream("jaxpd.start") if log_format == JSON else None)
 
+    if processes is not None and not processes.leads:
+        _follow(model, config, worker_config, processes, progress)
+        return
+
     def make_engine(on_events: OnEvents) -> Engine:
+        if processes is None:
+            return make(on_events, None)
+        from jaxpd.multihost.process import lead
+
+        return lead(processes, config, lambda followers: make(on_events, followers))
+
+    def make(on_events: OnEvents, followers: Followers | None) -> Engine:
         prepare_devices(config)
         checkpoint = resolve(model, progress=progress)
-        engine = Engine(checkpoint, config, on_events=on_events, progress=progress)
+        engine = Engine(checkpoint, config, on_events=on_events, progress=progress, followers=followers)
         progress.note("\n".join(["memory plan:", *(f"  {line}" for line in engine.limits.plan_lines())]))
         return engine
 
@@ -191,6 +252,24 @@ def _run(model: str, config: EngineConfig, worker_config: WorkerConfig, *, log_f
         print(banner(ready), flush=True)
 
     asyncio.run(process.run(make_engine, worker_config, on_ready=on_ready))
+
+
+def _follow(
+    model: str, config: EngineConfig, worker_config: WorkerConfig, processes: Processes, progress: Progress
+) -> None:
+    from jaxpd.checkpoints.resolving import resolve
+    from jaxpd.multihost.process import run_follower
+    from serving.worker.describing import transfer_place
+
+    host, ports = transfer_place(worker_config)
+    run_follower(
+        processes,
+        config,
+        lambda: resolve(model, progress=progress),
+        progress=progress,
+        transfer_host=host,
+        transfer_ports=ports,
+    )
 
 
 def banner(ready: Ready) -> str:

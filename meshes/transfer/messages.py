@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 
 import jax.numpy as jnp
 
@@ -24,11 +25,22 @@ KEY_BITS = 64
 
 
 @dataclasses.dataclass(frozen=True)
+class Source:
+    """True KV heads of a piece that lie ready at one transfer server, in this order. Whoever knows the key can pull."""
+
+    address: str
+    key: int = dataclasses.field(repr=False)
+    heads: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
 class Offer:
     """One staged piece that can be pulled: some pages of all layers, cut into true KV heads.
 
     `key` names the data to the transfer server, and whoever knows it can pull, so it is not shown. `shape` is that of
-    one head, [1, L, N, S, W]; there are `layout.num_kv_heads` of them. Raises ValueError where a field makes no sense.
+    one head, [1, L, N, S, W]; there are `layout.num_kv_heads` of them. Where the offering worker is several processes,
+    `elsewhere` says which heads the others have; those that it does not name are at `address`. Raises ValueError where
+    a field makes no sense.
     """
 
     id: int
@@ -39,6 +51,7 @@ class Offer:
     shape: tuple[int, ...]
     dtype: str
     lease_s: float  # it can be pulled for so long
+    elsewhere: tuple[Source, ...] = ()
 
     def __post_init__(self) -> None:
         if not (0 <= self.id < 1 << KEY_BITS and 0 <= self.key < 1 << KEY_BITS):
@@ -51,6 +64,18 @@ class Offer:
             jnp.dtype(self.dtype)
         except TypeError:
             raise ValueError(f"offer {self.id:016x}: {self.dtype!r} is no dtype of this process") from None
+        named = [head for source in self.elsewhere for head in source.heads]
+        if len(set(named)) < len(named) or not set(named) <= set(range(self.layout.num_kv_heads)):
+            raise ValueError(
+                f"offer {self.id:016x}: heads elsewhere are {named}, of {self.layout.num_kv_heads} each once at most"
+            )
+
+    @property
+    def sources(self) -> Sequence[Source]:
+        """Where its heads are: every true KV head once."""
+        named = {head for source in self.elsewhere for head in source.heads}
+        rest = tuple(head for head in range(self.layout.num_kv_heads) if head not in named)
+        return (Source(self.address, self.key, rest), *self.elsewhere) if rest else self.elsewhere
 
     @property
     def nbytes(self) -> int:

@@ -66,11 +66,30 @@ def true_heads(staging: tuple[jax.Array, ...], src: HeadLayout) -> list[jax.Arra
 
     `staging` as for `move_heads`. Raises ValueError where arrays and layout do not belong together.
     """
+    return [head for _, head in sorted(own_heads(staging, src).items())]
+
+
+def own_heads(staging: tuple[jax.Array, ...], src: HeadLayout) -> dict[int, jax.Array]:
+    """Those of `true_heads` that are on this process's devices, by their numbers, in order."""
     _check_staging(staging, src)
     shards = [{s.device: s.data for s in array.addressable_shards} for array in staging]
-    devices = list(staging[0].sharding.mesh.devices.flat)  # type: ignore[attr-defined]
-    owners = [divmod(src.owner(head), src.kv_per_device) for head in range(src.num_kv_heads)]
-    return [shards[slot][devices[device]] for device, slot in owners]
+    owners = ((head, *_owner(staging, src, head)) for head in range(src.num_kv_heads))
+    return {head: shards[slot][device] for head, device, slot in owners if device in shards[slot]}
+
+
+def heads_by_process(staging: tuple[jax.Array, ...], src: HeadLayout) -> dict[int, tuple[int, ...]]:
+    """The true KV heads that each process of `jax.distributed` owns, by its number, in order; none of no process."""
+    out: dict[int, tuple[int, ...]] = {}
+    for head in range(src.num_kv_heads):
+        process = _owner(staging, src, head)[0].process_index
+        out[process] = (*out.get(process, ()), head)
+    return out
+
+
+def _owner(staging: tuple[jax.Array, ...], src: HeadLayout, head: int) -> tuple[jax.Device, int]:
+    """The device and the slot there that a true KV head is read from."""
+    device, slot = divmod(src.owner(head), src.kv_per_device)
+    return staging[0].sharding.mesh.devices.flat[device], slot  # type: ignore[attr-defined]
 
 
 def receivers(src: HeadLayout, dst: HeadLayout, dst_mesh: Mesh) -> list[jax.Device]:

@@ -39,6 +39,32 @@ class TransferFailed(RuntimeError):
 Done = Callable[[Arrays | None, TransferFailed | None], None]
 
 
+class Pulls:
+    """A `Pull` of one piece, made of one from each of its sources: there when all are there."""
+
+    def __init__(self) -> None:
+        self._parts: list[tuple[tuple[int, ...], Pull]] = []
+
+    def add(self, heads: tuple[int, ...], pull: Pull) -> None:
+        """These heads come from this source."""
+        self._parts.append((heads, pull))
+
+    def settled(self) -> bool:
+        """Whether all have arrived or failed."""
+        return all(pull.settled() for _, pull in self._parts)
+
+    def wait(self) -> None:
+        """Blocks until they have."""
+        for _, pull in self._parts:
+            pull.wait()
+
+    def take(self) -> list[jax.Array]:
+        """All true KV heads in order."""
+        taken = [(heads, pull.take()) for heads, pull in self._parts]
+        by_head = {head: array for heads, arrays in taken for head, array in zip(heads, arrays, strict=True)}
+        return [by_head[head] for head in range(len(by_head))]
+
+
 class Phase(enum.Enum):
     """See `meshes.transfer.pulling`."""
 

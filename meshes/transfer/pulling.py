@@ -33,7 +33,7 @@ from meshes.transfer.link import Link
 from meshes.transfer.messages import Ack, Offer, Refuse, Revoke
 from meshes.transfer.meter import Meter
 from meshes.transfer.offering import call
-from meshes.transfer.piece import Cause, Done, Phase, Place, Transfer, TransferFailed, broken, too_late, wanted
+from meshes.transfer.piece import Cause, Done, Phase, Place, Pulls, Transfer, TransferFailed, broken, too_late, wanted
 from meshes.transfer.settle import are_ready, ask_again_s, failure
 
 __all__ = ["Cause", "Done", "PullLimits", "PullingSide", "TransferFailed"]
@@ -84,6 +84,7 @@ class PullingSide:
         self._lock = threading.Lock()
         self._live: dict[int, Transfer] = {}  # in the order of their offers
         self._lost: list[Transfer] = []
+        self._others: dict[str, set[str]] = {}  # of the processes of one worker, by the address of its first
         self._seen: OrderedDict[tuple[int, int], None] = OrderedDict()
         self._closed = False
         self.failures: dict[Cause, int] = dict.fromkeys(Cause, 0)
@@ -116,6 +117,8 @@ class PullingSide:
             self._seen[offer.id, offer.generation] = None
             while len(self._seen) > REMEMBERED:
                 self._seen.popitem(last=False)
+            if offer.elsewhere:
+                self._others.setdefault(offer.address, set()).update(source.address for source in offer.elsewhere)
             self._live[offer.id] = Transfer(offer, tuple(targets), place, done, offer.nbytes, limit_s, ends_s)
         self._wake()
         return True
@@ -156,7 +159,10 @@ class PullingSide:
         """
         failed = TransferFailed(Cause.ERROR, f"the prefill side at {address} is gone")
         self._fail_soon(failed, lambda offer: offer.address == address)
-        self._link.cut(address)
+        with self._lock:
+            others = self._others.pop(address, set())
+        for gone in (address, *sorted(others)):
+            self._link.cut(gone)
 
     def tick(self) -> float | None:
         """Does what is due; returns the seconds until there may be more, None: nothing to wait for. One thread only."""
@@ -226,9 +232,12 @@ class PullingSide:
     def _start(self, transfer: Transfer) -> None:
         offer = transfer.offer
         transfer.began_s = self._clock()
+        transfer.pull = pulls = Pulls()
         try:
             shapes = wanted(offer.shape, offer.dtype, transfer.targets)
-            transfer.pull = self._link.pull(offer.address, offer.key, shapes)
+            for source in offer.sources:
+                pull = self._link.pull(source.address, source.key, [shapes[head] for head in source.heads])
+                pulls.add(source.heads, pull)
         except Exception as error:
             self._drop(transfer, broken(error))
             return

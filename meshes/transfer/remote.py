@@ -47,6 +47,7 @@ from meshes.transfer.offering import Done as OfferDone
 from meshes.transfer.pulling import Done as PullDone
 from meshes.transfer.pulling import PullingSide, PullLimits
 from meshes.transfer.settle import Waiter
+from meshes.transfer.shared import Elsewhere, SharedOffering
 
 log = logging.getLogger(__name__)
 
@@ -54,12 +55,19 @@ log = logging.getLogger(__name__)
 class RemoteTransport:
     """Both sides of one process. Everything may be called from any thread, also from the call-backs; nothing blocks.
 
+    `elsewhere`: this process is the first of several that hold the staged arrays together (meshes/transfer/shared.py).
     `offering` and `pulling` take the messages of the peers and the caller's aborts; their docstrings say what each
     answers. The transport owns `link` and closes it.
     """
 
     def __init__(
-        self, link: Link, offers: OfferLimits, pulls: PullLimits, *, clock: Callable[[], float] = time.monotonic
+        self,
+        link: Link,
+        offers: OfferLimits,
+        pulls: PullLimits,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        elsewhere: Elsewhere | None = None,
     ) -> None:
         self._link = link
         self._news = threading.Condition()
@@ -67,7 +75,13 @@ class RemoteTransport:
         self._closing = False
         self._waiters = [Waiter(self._wake, name) for name in ("jaxpd-remote-staged", "jaxpd-remote-pulled")]
         computed, arrived = (waiter.wait_for for waiter in self._waiters)
-        self.offering = OfferingSide(link, offers, clock=clock, wake=self._wake, wait_for=computed)
+        self._shared: SharedOffering | None = None
+        if elsewhere is None:
+            self.offering = OfferingSide(link, offers, clock=clock, wake=self._wake, wait_for=computed)
+        else:
+            self.offering = self._shared = SharedOffering(
+                link, offers, elsewhere, clock=clock, wake=self._wake, wait_for=computed
+            )
         self.pulling = PullingSide(link, pulls, clock=clock, wake=self._wake, wait_for=arrived)
         self._thread = threading.Thread(target=self._run, name="jaxpd-remote", daemon=True)
         self._thread.start()
@@ -86,6 +100,8 @@ class RemoteTransport:
         message for the peer when the piece can be pulled, `done` is called once, when its memory is free. Raises
         ValueError where arrays and layout do not belong together, RuntimeError when closed.
         """
+        if self._shared is not None:
+            return self._shared.offer_piece(staging, src, announce, done)
         nbytes = sum(array.nbytes for array in staging)
         return self.offering.offer(true_heads(staging, src), src, nbytes, announce, done)
 

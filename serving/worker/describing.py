@@ -59,12 +59,17 @@ def identity_of(engine: Engine, *, streams: int) -> Identity:
     )
 
 
+def transfer_place(config: WorkerConfig) -> tuple[str, range]:
+    """Address and ports of this process's transfer servers, as `transfer_ports`. Raises InvalidArgument."""
+    listen_host = config.listen.rpartition(":")[0].removeprefix("[").removesuffix("]")
+    return transfer_ports(config.transfer_listen or f"{addresses(listen_host, '--listen')[0]}:0")
+
+
 def peer_settings(
     engine: Engine, config: WorkerConfig, description: Description, keep: PeerFilter | None
 ) -> PeerSettings:
     """Bytes on their way are bounded by what the engine's pool holds, for each peer. Raises InvalidArgument."""
-    listen_host = config.listen.rpartition(":")[0].removeprefix("[").removesuffix("]")
-    host, ports = transfer_ports(config.transfer_listen or f"{addresses(listen_host, '--listen')[0]}:0")
+    host, ports = transfer_place(config)
     most = max(pool.kv_bytes * pool.spec.tp for pool in engine.limits.pools)
     return PeerSettings(
         instance=description.instance,

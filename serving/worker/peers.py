@@ -41,6 +41,7 @@ logger = logging.getLogger(__name__)
 
 FETCHED_S = 0.05  # between two looks
 LAST_WORDS_S = 1.0  # for the end of a stream to leave
+MakeTransport = Callable[[Link, OfferLimits, PullLimits], RemoteTransport]
 HELLO_S = 5.0  # within which a stream's other end has to say who it is
 
 
@@ -65,11 +66,17 @@ class Peers:
     """All of them, for one engine's `side`. Made on the event loop; `want` is for any thread."""
 
     def __init__(
-        self, settings: PeerSettings, side: Side, *, make_link: Callable[[str, int], Link] | None = None
+        self,
+        settings: PeerSettings,
+        side: Side,
+        *,
+        make_link: Callable[[str, int], Link] | None = None,
+        make_transport: MakeTransport = RemoteTransport,
     ) -> None:
         self._settings = settings
         self._side = side
         self._make_link = make_link or (lambda listen, streams: JaxLink(listen, streams=streams))
+        self._make_transport = make_transport
         self._loop = asyncio.get_running_loop()
         self._opening = asyncio.Lock()  # two that look for a free port must not find the same one
         self._streams: dict[str, PeerStream] = {}
@@ -292,7 +299,7 @@ class Peers:
                 except OSError as error:
                     last = error
                     continue
-                return RemoteTransport(link, settings.offers, settings.pulls)
+                return self._make_transport(link, settings.offers, settings.pulls)
         raise FailedPrecondition(
             f"no port for another worker ({last}): --transfer-listen {settings.host}:{settings.ports[0]}-"
             f"{settings.ports[-1]} has one for each peer; give it a larger range, or port 0 for any",

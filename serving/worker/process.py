@@ -18,6 +18,7 @@ from collections.abc import Callable, Coroutine, Iterable
 from typing import TYPE_CHECKING
 
 from jaxpd.policies.workers import Role
+from meshes.transfer.remote import RemoteTransport
 from serving.cluster import split_address
 from serving.control_port import ControlPort
 from serving.logs import RequestLog
@@ -29,7 +30,7 @@ from serving.worker.describing import describe, peer_settings
 from serving.worker.description import Description
 from serving.worker.joining import join
 from serving.worker.peer_stream import PeerFilter
-from serving.worker.peers import Peers
+from serving.worker.peers import MakeTransport, Peers
 from serving.worker.service import SERVICE, WorkerServicer
 from serving.worker.worker import Worker
 
@@ -130,7 +131,11 @@ def _peers(
 ) -> Peers | None:
     if config.role is Role.MIXED:
         return None
-    peers = Peers(peer_settings(engine, config, description, peer_filter), engine.side)
+    make_transport: MakeTransport = RemoteTransport
+    if engine.followers is not None:
+        make_transport = functools.partial(engine.followers.transport, streams=config.transfer_streams)
+    settings = peer_settings(engine, config, description, peer_filter)
+    peers = Peers(settings, engine.side, make_transport=make_transport)
     if config.role is Role.PREFILL:
         engine.side.want = peers.want  # type: ignore[attr-defined]
     return peers

@@ -7,7 +7,7 @@ import dataclasses
 from jaxpd.remote.messages import FirstToken, Forget, Message, NotReserved, Piece, Reserve, Reserved
 from meshes.heads import head_layout
 from meshes.transfer.identity import Identity
-from meshes.transfer.messages import Ack, Offer, Refuse, Revoke
+from meshes.transfer.messages import Ack, Offer, Refuse, Revoke, Source
 from serving.proto.jaxpd.v1 import worker_pb2 as pb
 from serving.worker.description import identity_from_proto, identity_to_proto
 
@@ -109,6 +109,7 @@ def _offer_to_proto(offer: Offer) -> pb.Offer:
         shape=offer.shape,
         dtype=offer.dtype,
         lease_s=offer.lease_s,
+        elsewhere=[pb.Source(address=it.address, key=it.key, heads=it.heads) for it in offer.elsewhere],
     )
 
 
@@ -122,4 +123,5 @@ def _offer_from_proto(message: pb.Offer) -> Offer:
         shape=tuple(message.shape),
         dtype=message.dtype,
         lease_s=message.lease_s,
+        elsewhere=tuple(Source(it.address, it.key, tuple(it.heads)) for it in message.elsewhere),
     )

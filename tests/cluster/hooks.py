@@ -48,6 +48,10 @@ class WrappedPull:
     def settled(self) -> bool:
         return self.broken or self._pull.settled()
 
+    def wait(self) -> None:
+        if not self.broken:
+            self._pull.wait()
+
     def take(self) -> list[jax.Array]:
         self._hooks.taken(self)
         if self.broken:

@@ -25,11 +25,13 @@ from tests.cluster.harness import SMALL, Cluster
 from tests.cluster.process import Worker
 from tests.cluster.reference import answer_to, prompt_of
 from tests.cluster.report import machine
+from tests.cluster.stages import VERY_LONG_TOKENS, very_long_answer
 from tests.jaxpd import random_requests
 
 REQUESTS, AT_ONCE = 5000, 16
 KILL_EVERY, LEAVE = 200, 0.1
 PROMPTS = 24  # different greedy ones; each with and without a cache that knows it
+BURST, BURST_S = 16, 0.2  # long answers that are sent just before a kill, which comes within so many seconds
 RESTART_S = 1.0  # a worker is away for so long, and for its start
 
 
@@ -61,8 +63,11 @@ class Soak:
         for number in range(1, count + 1):
             while len(live) >= AT_ONCE:
                 live = self._look(live)
-            live.append(self._send(number))
+            burst = number % self._kill_every > self._kill_every - BURST or number % self._kill_every == 0
+            live.append(self._send(number, long=burst))
             if number % self._kill_every == 0:
+                time.sleep(self._random.random() * BURST_S)
+                self.counts["running at a kill"] += sum(not sent.asked.ended for sent in live)
                 self._kill_one()
             if time.monotonic() - told_s > 15:
                 told_s = time.monotonic()
@@ -72,10 +77,14 @@ class Soak:
             live = self._look(live)
         self._restarted()
 
-    def _send(self, number: int) -> Sent:
+    def _send(self, number: int, *, long: bool) -> Sent:
         draw = self._random
         options: dict[str, Any] | None = None
-        if draw.random() < 0.5:
+        prompt: list[int]
+        more: dict[str, Any]
+        if long:
+            prompt, tokens, more = list(very_long_answer()), VERY_LONG_TOKENS, {"seed": number}
+        elif draw.random() < 0.5:
             prompt, options = random_requests.random_request(draw.randrange(1_000_000))
             tokens, more = options["max_tokens"], {k: v for k, v in options.items() if k != "max_tokens"}
         else:
@@ -83,7 +92,7 @@ class Soak:
             length, tokens = (24, 24) if which % 4 else (150, 12)
             prompt, more = list(prompt_of(which, length, tokens)), {"seed": number}
         more["cache_salt"] = draw.choice(("", "", secrets.token_hex(4)))
-        leaves_at = draw.randrange(tokens) if draw.random() < LEAVE else None
+        leaves_at = draw.randrange(tokens) if draw.random() < LEAVE and not long else None
         began_s = time.monotonic()
         asked = self._cluster.ask(prompt, tokens, leaves_at=leaves_at, request_id=f"soak-{number}", **more)
         return Sent(asked, prompt, options, began_s)
@@ -147,11 +156,13 @@ class Soak:
 def soak(folder: pathlib.Path, count: int, seed: int, kill_every: int = KILL_EVERY) -> dict[str, Any]:
     """Figures of a run. Raises AssertionError for any answer that is wrong, or anything that is left in use."""
     flags = (*SMALL, "--max-queued-requests", 64)
+    answer_to(very_long_answer(), VERY_LONG_TOKENS)  # ten seconds of the oracle, before the clock runs
     with Cluster(folder, prefill=["2x1", "1x1"], decode=["1x1", "1x2"], flags=flags, join=True) as cluster:
         began_s = time.monotonic()
         soaked = Soak(cluster, seed, kill_every)
         soaked.run(count)
         took_s = time.monotonic() - began_s
+        moved = cluster.router.log.read_text(encoding="utf-8").count("goes on elsewhere")
         baseline_s = cluster.baseline(30.0)
     seconds = sorted(soaked.seconds)
     return {
@@ -159,6 +170,7 @@ def soak(folder: pathlib.Path, count: int, seed: int, kill_every: int = KILL_EVE
         "requests": count,
         "seconds": took_s,
         "baseline_s": baseline_s,
+        "moved to another worker": moved,
         "counts": dict(soaked.counts),
         "answer_s": {"p50": seconds[len(seconds) // 2], "p99": seconds[len(seconds) * 99 // 100], "max": seconds[-1]},
     }
@@ -171,5 +183,6 @@ def test_soak(tmp_path: pathlib.Path) -> None:
     print(json.dumps(figures, indent=1))
     BUILD.mkdir(exist_ok=True)
     (BUILD / "soak.json").write_text(json.dumps(figures, indent=1), encoding="utf-8")
+    assert figures["moved to another worker"] >= REQUESTS // KILL_EVERY, "the kills hit nobody"
     errors = sum(count for what, count in figures["counts"].items() if what.startswith("error"))
     assert errors == 0, "with two workers of each role, one that is killed costs nobody an answer"

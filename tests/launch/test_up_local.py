@@ -16,7 +16,7 @@ from serving.launch.local import cluster_folder
 from tests.launch import clusters
 from tests.launch.clusters import PATIENCE_S, Running, Traffic, alive, command, environment, run, small, up_here
 
-pytestmark = [pytest.mark.heavy, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.clusters, pytest.mark.timeout(600)]
 NAME = f"test-{os.getpid()}"
 
 

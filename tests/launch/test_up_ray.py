@@ -19,7 +19,7 @@ from tests.launch import clusters
 from tests.launch.clusters import Running, Traffic, alive, environment, parent_of, run, small
 
 pytestmark = [
-    pytest.mark.heavy,
+    pytest.mark.clusters,
     pytest.mark.timeout(600),
     pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="needs Ray: pip install 'jaxpd[ray]'"),
 ]

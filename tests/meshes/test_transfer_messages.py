@@ -10,7 +10,7 @@ import pytest
 from meshes.heads import head_layout
 from meshes.transfer.identity import COMPARED, PROTOCOL, Identity, IdentityMismatch, agree
 from meshes.transfer.leases import Leases
-from meshes.transfer.messages import Offer
+from meshes.transfer.messages import Offer, Source
 from tests.meshes.fake_link import FakeClock, make_offer
 
 IDENTITY = Identity("sha256:abc", "bfloat16", 16, 30, 9, 3, 128, 1)
@@ -64,6 +64,15 @@ def test_an_offer_knows_its_bytes() -> None:
     assert offer.nbytes == 3 * 30 * 4 * 16 * 128 * 2
 
 
+def test_an_offer_knows_where_each_head_is() -> None:
+    offer = make_offer(1)
+    assert offer.sources == (Source(offer.address, offer.key, (0, 1)),)
+    other, third = Source("h:1", 5, (0,)), Source("h:2", 6, (1,))
+    assert dataclasses.replace(offer, elsewhere=(other,)).sources == (Source(offer.address, offer.key, (1,)), other)
+    assert dataclasses.replace(offer, elsewhere=(third, other)).sources == (third, other)
+    assert "5" not in repr(other)
+
+
 def test_the_key_is_not_shown() -> None:
     assert "key" not in repr(make_offer(1))
 
@@ -82,6 +91,9 @@ def test_the_key_is_not_shown() -> None:
         {"shape": (2, 3)},
         {"shape": (1, 0)},
         {"dtype": "float13"},
+        {"elsewhere": (Source("h:1", 1, (0, 0)),)},
+        {"elsewhere": (Source("h:1", 1, (0,)), Source("h:2", 2, (0, 1)))},
+        {"elsewhere": (Source("h:1", 1, (2,)),)},
     ],
     ids=str,
 )

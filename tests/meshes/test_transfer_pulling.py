@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshes.transfer.messages import Ack, Refuse, Revoke
+from meshes.transfer.messages import Ack, Offer, Refuse, Revoke, Source
 from meshes.transfer.pulling import Cause, PullingSide, PullLimits, TransferFailed
 from tests.meshes.fake_link import NBYTES, SHAPE, FakeArray, FakeClock, FakeLink, FakePull, make_offer
 
@@ -448,3 +449,64 @@ def test_whatever_happens_each_is_answered_once_and_nothing_is_left(steps: list[
     assert s.got.keys() | s.failed.keys() == asked and not s.got.keys() & s.failed.keys()
     assert s.side.used_bytes == 0 and s.side.tick() is None
     assert len(s.started()) == len(set(s.started())), "each is pulled once"
+
+
+# -- a worker of several processes
+
+
+def of_two_processes(id: int) -> Offer:
+    """Head 1 is at 10.0.0.3:7, head 0 where the offer comes from."""
+    return dataclasses.replace(make_offer(id), elsewhere=(Source("10.0.0.3:7", id + 200, (1,)),))
+
+
+def pull_of_two(s: Side, id: int) -> tuple[FakePull, FakePull]:
+    """Queues it; the pull of head 0 and that of head 1."""
+
+    def done(arrays: Any, error: TransferFailed | None) -> None:
+        if error is not None:
+            s.failed[id] = error
+        else:
+            s.got[id] = list(arrays)
+
+    before = len(s.link.pulls)
+    assert s.side.pull(of_two_processes(id), jax.devices()[:2], tuple, done)
+    s.side.tick()
+    first, second = s.link.pulls[before:]
+    return first, second
+
+
+def test_each_process_is_asked_for_its_heads_and_the_piece_is_there_when_all_are() -> None:
+    s = Side()
+    first, second = pull_of_two(s, 1)
+    assert [(p.address, p.key) for p in (first, second)] == [("10.0.0.2:7", 101), ("10.0.0.3:7", 201)]
+    wanted = [w.sharding.device_set for p in (first, second) for w in p.wanted]
+    assert wanted == [{device} for device in jax.devices()[:2]]
+    zero, one = FakeArray(), FakeArray()
+    second.arrays = [one]
+    s.side.tick()
+    assert s.got == {} and second.taken == 0
+    first.arrays = [zero]
+    s.side.tick()
+    assert s.got == {1: [zero, one]}, "in the order of the heads"
+    assert s.side.taken(1) == Ack(1, 1) and s.side.used_bytes == 0
+
+
+def test_a_piece_fails_when_one_of_the_processes_does() -> None:
+    s = Side()
+    first, second = pull_of_two(s, 1)
+    second.fail()
+    s.side.tick()
+    assert s.failed == {}, "nothing is known of the other part yet"
+    first.arrays = [FakeArray()]
+    s.side.tick()
+    assert s.failed[1].cause is Cause.ERROR and s.got == {}
+    assert s.side.used_bytes == 0
+
+
+def test_a_peer_that_is_gone_is_cut_in_all_its_processes() -> None:
+    s = Side()
+    pull_of_two(s, 1)
+    s.side.drop_peer("10.0.0.2:7")
+    assert s.link.cuts == ["10.0.0.2:7", "10.0.0.3:7"]
+    s.side.tick()
+    assert s.failed[1].cause is Cause.ERROR

@@ -22,7 +22,7 @@ from jaxpd.request import DecodeLeg, FinishReason, PrefillLeg
 from serving.cluster import Cluster
 from tests.serving.worker.small_router import WorkerSession, hand_over
 
-pytestmark = pytest.mark.heavy
+pytestmark = pytest.mark.clusters
 
 ROOT = pathlib.Path(__file__).parents[2]
 MODEL = ROOT / "tests" / "data" / "tiny" / "smollm2"

@@ -267,9 +267,7 @@ def test_legs_that_cannot_be_served_are_refused(pair: Pair) -> None:
     pair.settle()
 
 
-def test_all_may_be_acknowledged_before_the_prefill_engine_is_done(
-    pair: Pair, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_all_may_be_acknowledged_before_the_prefill_engine_is_done(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     finish = pair.prefill.finish
 
     def late(seq: Any, reason: FinishReason, **more: Any) -> Any:

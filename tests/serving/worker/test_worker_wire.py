@@ -43,7 +43,7 @@ from jaxpd.stats import EngineStats, ReplicaStats
 from jaxpd.structured import CHOICE, GRAMMAR, JSON_OBJECT, JSON_SCHEMA, REGEX, StructuredOutput
 from meshes.heads import head_layout
 from meshes.transfer.identity import Identity
-from meshes.transfer.messages import Ack, Offer, Refuse, Revoke
+from meshes.transfer.messages import Ack, Offer, Refuse, Revoke, Source
 from serving.gateway import State
 from serving.model import ServedModel
 from serving.proto.jaxpd.v1 import worker_pb2 as pb
@@ -391,16 +391,24 @@ def test_a_role_of_a_newer_worker_is_refused() -> None:
         description_from_proto(pb.DescribeResponse(version="9.9", instance="abc", role=7))  # type: ignore[arg-type]
 
 
+layouts = st.sampled_from([head_layout(9, 3, 8), head_layout(4, 2, 1), head_layout(8, 8, 2)])
+# All of them have heads 0 and 1.
+elsewhere = st.permutations([0, 1]).flatmap(
+    lambda heads: st.sampled_from([(), (heads[:1],), (heads,), (heads[:1], heads[1:])]).flatmap(
+        lambda parts: st.tuples(*(st.builds(Source, text, bits64, st.just(tuple(part))) for part in parts))
+    )
+)
 offers = st.builds(
     Offer,
     id=bits64,
     generation=st.integers(1, 2**62),
     key=bits64,
     address=text,
-    layout=st.sampled_from([head_layout(9, 3, 8), head_layout(4, 2, 1), head_layout(8, 8, 2)]),
+    layout=layouts,
     shape=st.lists(st.integers(1, 2**40), max_size=4).map(lambda rest: (1, *rest)),
     dtype=st.sampled_from(["float32", "bfloat16"]),
     lease_s=st.floats(0.001, 1e6),
+    elsewhere=elsewhere,
 )
 messages = st.one_of(
     st.builds(Reserve, bits64),

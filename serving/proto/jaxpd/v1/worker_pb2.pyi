@@ -446,7 +446,7 @@ class Forget(_message.Message):
     def __init__(self, handoff: _Optional[int] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class Offer(_message.Message):
-    __slots__ = ("id", "generation", "key", "address", "num_heads", "num_kv_heads", "tp", "shape", "dtype", "lease_s")
+    __slots__ = ("id", "generation", "key", "address", "num_heads", "num_kv_heads", "tp", "shape", "dtype", "lease_s", "elsewhere")
     ID_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     KEY_FIELD_NUMBER: _ClassVar[int]
@@ -457,6 +457,7 @@ class Offer(_message.Message):
     SHAPE_FIELD_NUMBER: _ClassVar[int]
     DTYPE_FIELD_NUMBER: _ClassVar[int]
     LEASE_S_FIELD_NUMBER: _ClassVar[int]
+    ELSEWHERE_FIELD_NUMBER: _ClassVar[int]
     id: int
     generation: int
     key: int
@@ -467,7 +468,18 @@ class Offer(_message.Message):
     shape: _containers.RepeatedScalarFieldContainer[int]
     dtype: str
     lease_s: float
-    def __init__(self, id: _Optional[int] = ..., generation: _Optional[int] = ..., key: _Optional[int] = ..., address: _Optional[str] = ..., num_heads: _Optional[int] = ..., num_kv_heads: _Optional[int] = ..., tp: _Optional[int] = ..., shape: _Optional[_Iterable[int]] = ..., dtype: _Optional[str] = ..., lease_s: _Optional[float] = ...) -> None: ...
+    elsewhere: _containers.RepeatedCompositeFieldContainer[Source]
+    def __init__(self, id: _Optional[int] = ..., generation: _Optional[int] = ..., key: _Optional[int] = ..., address: _Optional[str] = ..., num_heads: _Optional[int] = ..., num_kv_heads: _Optional[int] = ..., tp: _Optional[int] = ..., shape: _Optional[_Iterable[int]] = ..., dtype: _Optional[str] = ..., lease_s: _Optional[float] = ..., elsewhere: _Optional[_Iterable[_Union[Source, _Mapping]]] = ...) -> None: ...
+
+class Source(_message.Message):
+    __slots__ = ("address", "key", "heads")
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    HEADS_FIELD_NUMBER: _ClassVar[int]
+    address: str
+    key: int
+    heads: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, address: _Optional[str] = ..., key: _Optional[int] = ..., heads: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Ack(_message.Message):
     __slots__ = ("id", "generation")
