@@ -63,9 +63,12 @@ class Soak:
         for number in range(1, count + 1):
             while len(live) >= AT_ONCE:
                 live = self._look(live)
-            burst = number % self._kill_every > self._kill_every - BURST or number % self._kill_every == 0
+            before_kill = -number % self._kill_every
+            burst = before_kill < BURST
+            if before_kill == BURST:
+                self._restarted()  # now: those of the burst would be done when it is back
             live.append(self._send(number, long=burst))
-            if number % self._kill_every == 0:
+            if before_kill == 0:
                 time.sleep(self._random.random() * BURST_S)
                 self.counts["running at a kill"] += sum(not sent.asked.ended for sent in live)
                 self._kill_one()
@@ -131,8 +134,7 @@ class Soak:
             self.counts["sampled"] += 1
 
     def _kill_one(self) -> None:
-        """Any worker, when the one before is back; it comes back by itself."""
-        self._restarted()
+        """Any worker; it comes back by itself."""
         worker = self._random.choice(list(self._cluster.workers.values()))
         worker.kill()
         self.counts[f"killed {worker.role}"] += 1
