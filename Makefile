@@ -49,7 +49,7 @@ clusters: $(VENV)/.installed-test ## start whole clusters and break them: jaxpd 
 failures: $(VENV)/.installed-test ## every way that workers fail, at every stage of a request (ten minutes), write the table
 	@JAX_PLATFORMS=cpu $(BIN)/python -m pytest -q -m failures $(or $(TESTS),tests/cluster); status=$$?; \
 	  if [ -z '$(TESTS)' ] && [ -f build/failures.json ]; then \
-	    JAX_PLATFORMS=cpu $(BIN)/python -m tests.cluster.report build/failures.json || status=1; \
+	    JAX_PLATFORMS=cpu $(BIN)/python -m tests.cluster.report build/failures.json $(wildcard build/soak.json) || status=1; \
 	  fi; \
 	  exit $$status
 

@@ -1,4 +1,4 @@
-"""`python -m tests.cluster.report build/failures.json`: docs/failures.md from what a run of the matrix measured."""
+"""`python -m tests.cluster.report build/failures.json [build/soak.json]`: docs/failures.md from what runs measured."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def machine() -> str:
     return f"{os.cpu_count()} cores of {model}, Python {platform.python_version()}, jax {jax.__version__}"
 
 
-def page(result: dict[str, Any]) -> str:
+def page(result: dict[str, Any], soak: dict[str, Any] | None = None) -> str:
     """The whole of it, as Markdown."""
     played = {(cell["fault"], cell["stage"]): cell for cell in result["cells"]}
     reasons: list[str] = []
@@ -74,7 +74,38 @@ def page(result: dict[str, Any]) -> str:
         answers = {_answer(cell): None for cell in CELLS[fault].values() if isinstance(cell, Bound)}
         lines.append(f"- **{fault}**: {text}.")
         lines.append(f"  The client gets {'; or '.join(answers)}.")
+    if soak is not None:
+        lines += ["", *_soak(soak)]
     return "\n".join(lines) + "\n"
+
+
+def _soak(soak: dict[str, Any]) -> list[str]:
+    counts, answer_s = soak["counts"], soak["answer_s"]
+    rows = {
+        "requests, half of them greedy, half with random options": soak["requests"],
+        "clients that left in the middle": counts["left"],
+        "prefill workers killed": counts.get("killed prefill", 0),
+        "decode workers killed": counts.get("killed decode", 0),
+        "requests that ran at a kill": counts["running at a kill"],
+        "times that a request went on elsewhere": soak["moved to another worker"],
+        "answers whose every token was the oracle's": counts["greedy"] + counts["sampled"],
+        "errors": sum(count for what, count in counts.items() if what.startswith("error")),
+        "seconds to an answer, p50": f"{answer_s['p50']:.2f}",
+        "seconds to an answer, p99": f"{answer_s['p99']:.2f}",
+        "seconds to an answer, most": f"{answer_s['max']:.2f}",
+    }
+    return [
+        "## Soak",
+        "",
+        "Two workers of each role, sixteen requests at once; one worker is killed every 200 requests and comes back. At the",
+        "end nothing is in use.",
+        "",
+        "| | |",
+        "|---|---|",
+        *(f"| {what} | {value} |" for what, value in rows.items()),
+        "",
+        f"`make soak` on {soak['machine']}, {_span(soak['seconds'])}.",
+    ]
 
 
 def _answer(cell: Bound) -> str:
@@ -101,6 +132,12 @@ def _span(seconds: float) -> str:
     return f"{seconds / 60:.0f} minutes" if seconds >= 120 else f"{seconds:.0f} s"
 
 
-if __name__ == "__main__":
-    PAGE.write_text(page(json.loads(pathlib.Path(sys.argv[1]).read_text(encoding="utf-8"))), encoding="utf-8")
+def main(failures: str, soak: str = "") -> None:
+    """Writes the page."""
+    results = [json.loads(pathlib.Path(path).read_text(encoding="utf-8")) for path in (failures, soak) if path]
+    PAGE.write_text(page(*results), encoding="utf-8")
     print(f"{PAGE} is written")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
