@@ -97,8 +97,8 @@ def _soak(soak: dict[str, Any]) -> list[str]:
     return [
         "## Soak",
         "",
-        "Two workers of each role, sixteen requests at once; one worker is killed every 200 requests and comes back. At the",
-        "end nothing is in use.",
+        "Two workers of each role, sixteen requests at once; one worker is killed every 200 requests and comes back.",
+        "At the end nothing is in use.",
         "",
         "| | |",
         "|---|---|",
