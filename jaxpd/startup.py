@@ -80,7 +80,9 @@ def prepare_devices(config: EngineConfig) -> Given:
     one = (MeshSpec(1, 1),)
     wanted = max(total_devices(prefill or one, decode or one), total_devices(shared or one), DEFAULT_CPU_DEVICES)
     if config.role is not None:
-        wanted = total_devices(shared or one) + TRANSFER_THREADS
+        wanted = total_devices(shared or one)
+        if not jax.distributed.is_initialized():  # otherwise the mesh takes all devices there are, and they are there
+            wanted += TRANSFER_THREADS
     if config.kernels == GPU_INTERPRET:
         wanted = max(wanted, GPU_INTERPRETER_DEVICES)
     try:

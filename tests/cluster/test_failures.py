@@ -26,6 +26,7 @@ def play_in(clusters: Clusters, fault: str, stage: str, bound: Bound, cells: lis
         cells.append(cell)
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize(("fault", "stage"), EVERY_TIME.items(), ids=lambda name: name.replace(" ", "-"))
 def test_one_cell_of_each_row(clusters: Clusters, fault: str, stage: str) -> None:
     bound = CELLS[fault][stage]

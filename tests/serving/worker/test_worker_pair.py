@@ -17,6 +17,7 @@ import pytest
 
 from jaxpd.checkpoints import resolve
 from jaxpd.config import EngineConfig
+from jaxpd.device import PoolDevice
 from jaxpd.engine import Engine
 from jaxpd.errors import HandoffFailed, Unavailable
 from jaxpd.policies.workers import Role
@@ -163,7 +164,15 @@ def test_a_worker_drains_and_leaves() -> None:
     go(run())
 
 
-def test_what_does_not_drain_in_time_is_told_to_the_router() -> None:
+def test_what_does_not_drain_in_time_is_told_to_the_router(monkeypatch: pytest.MonkeyPatch) -> None:
+    forward = PoolDevice.forward
+
+    def slow(device: PoolDevice, *args: Any) -> Any:
+        time.sleep(0.02)  # 140 tokens take seconds
+        return forward(device, *args)
+
+    monkeypatch.setattr(PoolDevice, "forward", slow)
+
     async def run() -> None:
         async with (
             worker(Role.MIXED, "1x1", shutdown_timeout_s=0.05) as m,
