@@ -148,10 +148,16 @@ def test_it_returns_while_the_source_is_still_computed() -> None:
     for tp, spec in ((1, PartitionSpec("model")), (2, PartitionSpec("model")), (2, PartitionSpec(None, "model"))):
         dst = NamedSharding(mesh(8, tp), spec)
         jax.block_until_ready(planned(array, dst))  # compiles
-        source = slow(array)
-        result = planned(source, dst)
-        assert not source.is_ready() and not result.is_ready(), (tp, spec)  # type: ignore[attr-defined]
-        jax.block_until_ready(result)
+
+        def returned_early(dst: NamedSharding = dst) -> bool:
+            source = slow(array)
+            result = planned(source, dst)
+            early = not source.is_ready() and not result.is_ready()  # type: ignore[attr-defined]
+            jax.block_until_ready(result)
+            return early
+
+        # a busy machine may take the caller off its core until all is computed; not ten times
+        assert any(returned_early() for _ in range(10)), (tp, spec)
 
 
 def test_a_join_of_ready_pieces_does_not_run_on_the_callers_thread() -> None:
