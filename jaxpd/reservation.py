@@ -14,7 +14,8 @@ from jaxpd.policies.chunking import Costs, prefill_here
 from jaxpd.policies.placement import prefer_prefix
 from jaxpd.pool import Pool
 from jaxpd.sequence import Sequence
-from meshes.transfer.in_process import InProcessTransport
+from meshes.transfer.in_process import InProcessTransport, StagingBound
+from meshes.transfer.meter import Meter
 
 
 class Reservations:
@@ -32,8 +33,7 @@ class Reservations:
     def route(self, seq: Sequence) -> Pool:
         """The least loaded pool of those where its prompt is to be computed."""
         pools = self.decode if self.decode and self._here(seq) else self.prefill
-        able = [pool for pool in pools if not pool.given_up] or pools
-        return min(able, key=lambda pool: pool.num_waiting + pool.num_sequences)
+        return least_loaded(pools)
 
     def reserve(self, seq: Sequence, pool: Pool) -> bool:
         """Prefill pages, the decode replica's pages and slot, and the staging bytes; False: not now.
@@ -44,21 +44,11 @@ class Reservations:
 
     def free_staging(self, seq: Sequence) -> None:
         """Gives back what is charged for pages that were not offered."""
-        if seq.staging_bytes:
-            self._transport.staging.give_back(seq.staging_bytes)
-            seq.staging_bytes = 0
+        free_staging(seq, self._transport.staging)
 
     def costs(self) -> Costs:
         """What prefill and hand-off take, as measured so far."""
-        setup_s, s_per_byte = self._transport.cost.fit()
-        pool = self.prefill[0]
-        step_s, s_per_token = pool.cost.fit()
-        return Costs(
-            prefill_s_per_token=s_per_token,
-            step_s=step_s,
-            transfer_s=setup_s,
-            transfer_s_per_token=s_per_byte * staged_page_bytes(pool) / self._limits.page_size,
-        )
+        return measured_costs(self.prefill[0], self._transport.cost, self._limits.page_size)
 
     def _reserve_both(self, seq: Sequence, pool: Pool) -> bool:
         page_size, fresh = self._limits.page_size, scores_prompt(seq)
@@ -106,6 +96,31 @@ class Reservations:
         return prefill_here(
             seq.fill_len - max(there, here) * size, seq.fill_len - here * size, limit=limit, costs=self.costs()
         )
+
+
+def least_loaded(pools: Seq[Pool]) -> Pool:
+    """The pool with the fewest sequences, of those whose device steps end."""
+    able = [pool for pool in pools if not pool.given_up] or pools
+    return min(able, key=lambda pool: pool.num_waiting + pool.num_sequences)
+
+
+def free_staging(seq: Sequence, staging: StagingBound) -> None:
+    """Gives back what is charged for pages that were not offered."""
+    if seq.staging_bytes:
+        staging.give_back(seq.staging_bytes)
+        seq.staging_bytes = 0
+
+
+def measured_costs(pool: Pool, transfers: Meter, page_size: int) -> Costs:
+    """What a prefill pool and the hand-off take; `transfers` were measured in bytes."""
+    setup_s, s_per_byte = transfers.fit()
+    step_s, s_per_token = pool.cost.fit()
+    return Costs(
+        prefill_s_per_token=s_per_token,
+        step_s=step_s,
+        transfer_s=setup_s,
+        transfer_s_per_token=s_per_byte * staged_page_bytes(pool) / page_size,
+    )
 
 
 def reserve_one(limits: Limits, seq: Sequence, pool: Pool) -> bool:

@@ -31,7 +31,7 @@ from jaxpd.policies.placement import prefer_prefix
 from jaxpd.pool import Pool
 from jaxpd.remote.messages import FirstToken, Forget, Message, NotReserved, Peer, Piece, Reserve, Reserved
 from jaxpd.request import FinishReason, Leg, PrefillLeg
-from jaxpd.reservation import scores_prompt, staged_page_bytes
+from jaxpd.reservation import free_staging, least_loaded, measured_costs, scores_prompt, staged_page_bytes
 from jaxpd.sequence import Sequence
 from meshes.transfer.in_process import StagingBound
 from meshes.transfer.messages import Ack, Offer, Refuse
@@ -106,8 +106,7 @@ class PrefillSide:
         self.route(samples[0])
 
     def route(self, seq: Sequence) -> None:
-        able = [pool for pool in self._pools if not pool.given_up] or self._pools
-        min(able, key=lambda pool: pool.num_waiting + pool.num_sequences).submit(seq)
+        least_loaded(self._pools).submit(seq)
 
     def given_up(self) -> bool:
         return all(pool.given_up for pool in self._pools)
@@ -133,21 +132,13 @@ class PrefillSide:
         seq.prefill_replica = replica
         seq.prefill_lease = pool.acquire(replica, seq.chain, pages, whole=False, fresh=fresh)
         if seq.prefill_lease is None:
-            self._free_staging(seq)
+            free_staging(seq, self._staging)
             return False
         seq.sent_pages = seq.landed_pages = hit
         return True
 
     def costs(self) -> Costs:
-        setup_s, s_per_byte = self._cost.fit()
-        pool = self._pools[0]
-        step_s, s_per_token = pool.cost.fit()
-        return Costs(
-            prefill_s_per_token=s_per_token,
-            step_s=step_s,
-            transfer_s=setup_s,
-            transfer_s_per_token=s_per_byte * staged_page_bytes(pool) / self._limits.page_size,
-        )
+        return measured_costs(self._pools[0], self._cost, self._limits.page_size)
 
     def send(self, seq: Sequence, pool: Pool, chunk: Chunk) -> None:
         with self._lock:
@@ -171,7 +162,7 @@ class PrefillSide:
         """Their pools look for them."""
 
     def ended(self, seq: Sequence) -> None:
-        self._free_staging(seq)
+        free_staging(seq, self._staging)
         with self._lock:
             bound = self._of.pop(seq, None)
             if bound is None:
@@ -287,12 +278,6 @@ class PrefillSide:
                 return False
         self.want(bound.address)
         return False
-
-    def _free_staging(self, seq: Sequence) -> None:
-        """Gives back what is charged for pages that were not offered."""
-        if seq.staging_bytes:
-            self._staging.give_back(seq.staging_bytes)
-            seq.staging_bytes = 0
 
 
 class _Sending:
